@@ -1,0 +1,61 @@
+"""One exception family. Every message says in one line what is wrong and what to do next.
+
+Catch `ReaderError` to handle everything this package raises on purpose; anything else that escapes is a bug
+(or comes from a library) and keeps its own traceback.
+"""
+
+
+class ReaderError(Exception):
+    """Base of every error that reader_rag raises on purpose."""
+
+
+class ConfigError(ReaderError, ValueError):
+    """A setting is out of its range, or two settings contradict each other."""
+
+
+class MissingDependencyError(ReaderError, ImportError):
+    """An optional package is not installed; the message names the command that installs it."""
+
+
+class ModelError(ReaderError):
+    """A model cannot be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """The model is neither an alias, nor a local folder, nor reachable on a hub."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model is of a kind whose drafts cannot be verified."""
+
+
+class PromptError(ReaderError, ValueError):
+    """A prompt that cannot be answered: empty, or longer than the model's context."""
+
+
+class StoreError(ReaderError):
+    """A document store cannot be read or written."""
+
+
+class StoreNotFoundError(StoreError):
+    """There is no document store at that place."""
+
+
+class StoreCorruptError(StoreError):
+    """A store's file is damaged, truncated, or not a store of ours."""
+
+
+class StoreMismatchError(StoreError):
+    """The store was made by another version or for another embedding model."""
+
+
+class StoreBusyError(StoreError):
+    """Another process is writing to the store."""
+
+
+class StoreWriteError(StoreError):
+    """A change could not be written (disk full, read-only folder); what was stored before is intact."""
+
+
+class IngestError(ReaderError):
+    """There is nothing to ingest, or an input cannot be read."""
