@@ -1,0 +1,153 @@
+"""The draft tree: candidate continuations of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reader_rag.draft import kernels
+
+SOURCES = ("context", "passage")
+"""Source names by the code that `DraftTree.sources` holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """Candidate continuations as a tree; a node is one token, the root (not drafted) the last accepted token.
+
+    Nodes are in order of falling path probability, so every prefix of the arrays is the best tree of its size.
+
+    Attributes:
+        tokens: int32 [nodes].
+        parents: int32 [nodes], the parent's index, -1: the root. A parent comes before its children.
+        depths: int32 [nodes], 1 for the root's children.
+        probabilities: float64 [nodes], estimated probability that the whole path down to the node is accepted.
+        sources: int32 [nodes], index into `SOURCES` of the corpus that the node was copied from.
+        positions: int32 [nodes], where in that corpus the node's token stands (of the occurrence with the longest match).
+        match_lengths: int32 [nodes], how many tokens before it agree with the path and the sequence.
+    """
+
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    depths: NDArray[np.int32]
+    probabilities: NDArray[np.float64]
+    sources: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    match_lengths: NDArray[np.int32]
+
+    @classmethod
+    def empty(cls) -> DraftTree:
+        """A tree of the root alone."""
+        none = np.zeros(0, np.int32)
+        return cls(none, none, none, np.zeros(0), none, none, none)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def ancestor_mask(self) -> NDArray[np.bool_]:
+        """bool [nodes + 1, nodes + 1]: which nodes each node sees; row and column 0 are the root."""
+        mask: NDArray[np.bool_] = kernels.ancestor_mask(self.parents)
+        return mask
+
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        return {
+            (parent, token): node
+            for node, (parent, token) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))
+        }
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` (-1: the root) that carries `token`, or None."""
+        return self._children.get((node, token))
+
+    @property
+    def expected_accepted(self) -> float:
+        """Expected accepted length: the sum of the path probabilities."""
+        return float(self.probabilities.sum())
+
+    def chain(self) -> DraftTree:
+        """The most probable path alone, as a tree without branches.
+
+        Each node's first child is its most probable one, since nodes come in falling probability.
+        """
+        kept: list[int] = []
+        at = -1
+        for node, parent in enumerate(self.parents.tolist()):
+            if parent == at:
+                kept.append(node)
+                at = node
+        parents = np.arange(-1, len(kept) - 1, dtype=np.int32)
+        return DraftTree(
+            self.tokens[kept],
+            parents,
+            self.depths[kept],
+            self.probabilities[kept],
+            self.sources[kept],
+            self.positions[kept],
+            self.match_lengths[kept],
+        )
+
+    def head(self, nodes: int) -> DraftTree:
+        """The best tree of at most `nodes` nodes."""
+        if nodes >= len(self):
+            return self
+        return DraftTree(
+            self.tokens[:nodes],
+            self.parents[:nodes],
+            self.depths[:nodes],
+            self.probabilities[:nodes],
+            self.sources[:nodes],
+            self.positions[:nodes],
+            self.match_lengths[:nodes],
+        )
+
+    def check(self) -> None:
+        """Prove the invariants.
+
+        Raises:
+            ValueError: One of them does not hold; the message names the node.
+        """
+        seen: set[tuple[int, int]] = set()
+        for node in range(len(self)):
+            parent, token = int(self.parents[node]), int(self.tokens[node])
+            above = float(self.probabilities[parent]) if parent >= 0 else 1.0
+            depth = int(self.depths[parent]) + 1 if parent >= 0 else 1
+            problem = (
+                f"parent {parent} does not come before it"
+                if not -1 <= parent < node
+                else f"depth {self.depths[node]} instead of {depth}"
+                if int(self.depths[node]) != depth
+                else f"probability {self.probabilities[node]} outside (0, {above}]"
+                if not 0.0 < float(self.probabilities[node]) <= above
+                else "more probable than the node before it"
+                if node and self.probabilities[node] > self.probabilities[node - 1]
+                else f"second child of {parent} with token {token}"
+                if (parent, token) in seen
+                else ""
+            )
+            if problem:
+                raise ValueError(f"draft tree, node {node}: {problem}")
+            seen.add((parent, token))
+
+    def lines(self, show: Callable[[int], str] = str) -> Iterator[str]:
+        """The tree as text, a line a node, children indented under their parent.
+
+        Args:
+            show: Turns a token id into text.
+        """
+        order: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for node, parent in enumerate(self.parents.tolist()):
+            order[parent + 1].append(node)
+        stack = list(reversed(order[0]))
+        while stack:
+            node = stack.pop()
+            yield (
+                f"{'  ' * (int(self.depths[node]) - 1)}{show(int(self.tokens[node]))!r} p={self.probabilities[node]:.3f}"
+                f" {SOURCES[self.sources[node]]}@{self.positions[node]} match={self.match_lengths[node]}"
+            )
+            stack.extend(reversed(order[node + 1]))
