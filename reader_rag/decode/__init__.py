@@ -1,0 +1,1 @@
+"""Verifies drafts: one forward pass over a tree, the target's own token at every node, the longest agreeing path."""

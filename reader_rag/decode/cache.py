@@ -1,0 +1,146 @@
+"""The preallocated key/value cache of one sequence: write a tree, keep a path.
+
+`transformers` calls `past_key_values.update(keys, values, layer)` on any `Cache`, so one made of our own layers works
+with unpatched models. Every layer holds all positions, sliding ones too: what a query may see is said by the mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class TreeLayer(CacheLayerMixin):
+    """Keys and values of one layer, [batch, heads, capacity, width], the first `length` of them committed.
+
+    A forward pass writes its positions behind the committed ones and attends to both. What it wrote is forgotten by
+    the next pass unless `keep` commits it.
+
+    Args:
+        capacity: Most positions, committed and written.
+
+    Attributes:
+        length: Committed positions.
+        shown: Positions that `update` returns, whatever they hold, so that attention always runs over the same shape;
+            None returns the committed and the new ones.
+    """
+
+    is_sliding = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+        self.shown: int | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the shapes and dtype of the first keys and values (their widths may differ)."""
+        batch, heads = key_states.shape[:2]
+        # Zeros, not empty: masked positions are multiplied by 0, and 0 * garbage may be NaN.
+        self.keys = key_states.new_zeros(batch, heads, self.capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(batch, value_states.shape[1], self.capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write behind the committed positions.
+
+        Args:
+            key_states: [batch, heads, new, width].
+            value_states: [batch, heads, new, width].
+
+        Returns:
+            Views of keys and values, committed and new, or `shown` positions of them.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.length + key_states.shape[2]
+        if end > self.capacity:
+            raise IndexError(f"{end} positions do not fit a cache of {self.capacity}")
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        shown = self.shown or end
+        return self.keys[:, :, :shown], self.values[:, :, :shown]
+
+    def keep(self, rows: torch.Tensor | None, count: int) -> None:
+        """Commit `count` of the written positions.
+
+        Args:
+            rows: int64 [count], which written positions, in order; None: the first `count`.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        if rows is not None:
+            start, end = self.length, self.length + count
+            # index_select copies before the assignment, so overlapping ranges are safe.
+            self.keys[:, :, start:end] = self.keys.index_select(2, rows + start)
+            self.values[:, :, start:end] = self.values.index_select(2, rows + start)
+        self.length += count
+
+    def get_seq_length(self) -> int:
+        """Committed positions."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(key positions seen by a pass of `query_length`, offset of the first)."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """The capacity."""
+        return self.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        if self.keys is None or self.values is None:
+            return 0
+        return self.keys.nbytes + self.values.nbytes
+
+
+class TreeCache(Cache):
+    """A cache of `TreeLayer`s.
+
+    Args:
+        layers: Number of layers.
+        capacity: Most positions: prompt, output and one tree.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
+        super().__init__(layers=list(self.tree_layers))
+
+    @property
+    def length(self) -> int:
+        """Committed positions."""
+        return self.tree_layers[0].length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for keys and values."""
+        return sum(layer.nbytes for layer in self.tree_layers)
+
+    def show(self, positions: int | None) -> None:
+        """Make the next passes attend over that many positions, whatever they hold; None: over what was written."""
+        for layer in self.tree_layers:
+            layer.shown = positions
+
+    @torch.inference_mode()
+    def keep(self, rows: list[int]) -> None:
+        """Commit those positions of the last forward pass, in the given order.
+
+        Args:
+            rows: Indexes into the pass's input.
+        """
+        leading = rows == list(range(len(rows)))
+        for layer in self.tree_layers:
+            if not layer.is_initialized:
+                layer.length += len(rows)  # a layer that shares another's keys writes nothing of its own
+                continue
+            assert layer.keys is not None
+            index = None if leading else torch.tensor(rows, device=layer.keys.device)
+            layer.keep(index, len(rows))

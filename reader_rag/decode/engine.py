@@ -1,0 +1,417 @@
+"""Prefill, then draft, verify, commit until the answer is done.
+
+An `Engine` serves any number of streams at once. A stream does its work in the thread that asks for its next chunk,
+one forward pass at a time, under the engine's lock; nothing runs between calls. So streams may be read interleaved and
+from any threads without waiting for one another's end, and one that is dropped costs nothing more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from reader_rag.config import DraftConfig, Exactness, GenerationConfig
+from reader_rag.decode.cache import TreeCache
+from reader_rag.decode.provenance import Offsets, Provenance
+from reader_rag.decode.select import make_selector
+from reader_rag.decode.selftest import keeps_bits, verifies_trees
+from reader_rag.decode.step import FixedShape, Target
+from reader_rag.decode.text import TextAssembler
+from reader_rag.decode.types import Chunk, FinishReason, Generation, Passage, Prompt, Stats
+from reader_rag.decode.walk import walk
+from reader_rag.draft.builder import TreeBuilder
+from reader_rag.draft.context import ContextIndex
+from reader_rag.draft.tree import SOURCES, DraftTree
+from reader_rag.errors import ConfigError, PromptError, UnsupportedModelError
+
+_log = logging.getLogger(__name__)
+
+_UNKNOWN_WINDOW = 1 << 20
+_TOKENS_BEFORE = 4
+"""Prompt tokens that the first token of an answer is decoded behind."""
+
+
+class Engine:
+    """A target model that decodes with drafts, and without.
+
+    Plain decoding (`GenerationConfig(speculate=False)`) is the same engine with no drafts, and the reference that
+    every drafted answer equals.
+
+    Args:
+        model: A causal language model of `transformers`, in eval mode.
+        tokenizer: Its tokenizer.
+        draft: How drafts are made.
+        exactness: "fast": every pass has the shape it needs; equal to plain decoding up to rounding, which in float32
+            is never seen and in 16-bit types now and then. "strict": fixed shapes and drafts without branches, bit for
+            bit equal to plain decoding of the same engine in every type.
+        name: What messages and metadata call the model.
+
+    Raises:
+        UnsupportedModelError: Drafts cannot be verified on this model, or not strictly on this device.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        draft: DraftConfig | None = None,
+        exactness: Exactness = "fast",
+        name: str = "",
+    ) -> None:
+        if exactness not in ("fast", "strict"):
+            raise ConfigError(f"exactness must be 'fast' or 'strict', not {exactness!r}")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.draft = draft or DraftConfig()
+        self.exactness = exactness
+        self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+        self.target = Target(model, FixedShape() if exactness == "strict" else None)
+        self.context_window = self.target.context_window or _UNKNOWN_WINDOW
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self.lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._self_test()
+
+    def _self_test(self) -> None:
+        if self.target.fixed is not None:
+            if not keeps_bits(self.target):
+                raise UnsupportedModelError(
+                    f"{self.name} on {self.target.device}: kernels compute a row differently depending on its "
+                    "neighbours, so exactness='strict' cannot be kept; use exactness='fast', or dtype='float32'"
+                )
+        elif not verifies_trees(self.target):
+            raise UnsupportedModelError(
+                f"{self.name}: the model ignores the tree mask or the position ids, so drafts cannot be verified on it"
+            )
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        draft: DraftConfig | None = None,
+        exactness: Exactness = "fast",
+        trust_remote_code: bool = False,
+    ) -> Engine:
+        """Load a model by alias, local folder or hub id.
+
+        Args:
+            model: E.g. "smollm2-135m".
+            dtype: "auto", "float32", "bfloat16" or "float16".
+            device: "auto", "cpu", "cuda", ...
+            draft: See `Engine`.
+            exactness: See `Engine`.
+            trust_remote_code: Whether code that comes with the model may run.
+
+        Raises:
+            ModelNotFoundError: There is no such model; the message names the ways to get one.
+            UnsupportedModelError: See `Engine`.
+        """
+        from reader_rag.models import load_model
+
+        loaded, tokenizer = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        return cls(loaded, tokenizer, draft=draft, exactness=exactness, name=model)
+
+    def encode(self, text: str) -> Prompt:
+        """Raw text to a prompt, with the special tokens that the tokenizer itself adds."""
+        return self._tokenize(text, special=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+        """Messages to a prompt through the tokenizer's chat template, up to where the assistant speaks.
+
+        Args:
+            messages: Mappings with "role" and "content".
+
+        Raises:
+            ConfigError: The tokenizer has no chat template, or the template refuses these messages.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError(f"{self.name} has no chat template; give a formatted prompt to complete() instead")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as cause:
+            raise ConfigError(f"the chat template of {self.name} refuses these messages: {cause}") from cause
+        return self._tokenize(str(text), special=False)
+
+    def _tokenize(self, text: str, *, special: bool) -> Prompt:
+        offsets = bool(getattr(self.tokenizer, "is_fast", False))
+        with self._tokenizer_lock:
+            encoded: Any = self.tokenizer(
+                text, add_special_tokens=special, return_offsets_mapping=offsets, verbose=False, truncation=False
+            )
+        return Prompt(tuple(encoded["input_ids"]), text, tuple(encoded["offset_mapping"]) if offsets else None)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        generation: GenerationConfig | None = None,
+        passages: Sequence[Passage] = (),
+        *,
+        tenant: str = "",
+        draft: DraftConfig | None = None,
+    ) -> GenerationStream:
+        """Decode step by step.
+
+        Args:
+            prompt: What to continue.
+            generation: Length, stop strings, sampling.
+            passages: Retrieved texts that the answer may repeat. Where the prompt contains one, its tokens there are
+                marked as its own; the others are searched besides the prompt.
+            tenant: On whose behalf; nothing learned from one tenant's text is used for another.
+            draft: Overrides the engine's.
+
+        Returns:
+            An iterator over chunks; its first `next` does the prefill.
+
+        Raises:
+            PromptError: The prompt is empty or leaves no room in the model's context.
+        """
+        length = len(prompt.token_ids)
+        if not length:
+            raise PromptError("the prompt is empty; ask something")
+        if length >= self.context_window:
+            raise PromptError(
+                f"the prompt has {length} tokens, and {self.name} reads at most {self.context_window - 1}; "
+                "shorten it, or retrieve fewer passages (--top-k)"
+            )
+        return GenerationStream(self, prompt, generation or GenerationConfig(), passages, tenant, draft or self.draft)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        generation: GenerationConfig | None = None,
+        passages: Sequence[Passage] = (),
+        *,
+        tenant: str = "",
+        draft: DraftConfig | None = None,
+    ) -> Generation:
+        """Decode to the end; arguments and errors as in `stream`."""
+        with self.stream(prompt, generation, passages, tenant=tenant, draft=draft) as stream:
+            for _ in stream:
+                pass
+            return stream.result
+
+
+class GenerationStream(Iterator[Chunk]):
+    """One answer in the making; see `Engine.stream`.
+
+    Close it (or use it in a `with`) to end early: its cache is freed at once.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        generation: GenerationConfig,
+        passages: Sequence[Passage],
+        tenant: str,
+        draft: DraftConfig,
+    ) -> None:
+        self.tenant = tenant
+        self._engine = engine
+        self._prompt = prompt
+        self._generation = generation
+        self._passages = tuple(passages)
+        self._draft = draft
+        self._max_tokens = min(generation.max_tokens, engine.context_window - len(prompt.token_ids))
+        self._select = make_selector(generation)
+        self._tokens: list[int] = []
+        self._margins: list[float] = []
+        self._finish: FinishReason | None = None
+        self._counts: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
+        self._seconds = {"ttft": 0.0, "decode": 0.0, "draft": 0.0}
+        self._state: _State | None = None
+        self._closed = False
+        self._busy = threading.Lock()
+        self._copied = Generation("", (), "length", Stats()).copied
+        self._text = TextAssembler(engine.tokenizer, generation.stop, prompt.token_ids[-_TOKENS_BEFORE:])
+
+    def __next__(self) -> Chunk:
+        """Run one step of the engine: the prefill at first, then one verified draft each.
+
+        Raises:
+            StopIteration: The answer is done, or the stream was closed.
+        """
+        with self._busy:
+            if self._closed or self._finish is not None:
+                raise StopIteration
+            before = len(self._tokens)
+            try:
+                with self._engine.lock, torch.inference_mode():
+                    self._step() if self._state else self._begin()
+            except BaseException:
+                self._closed = True
+                self._release()
+                raise
+            if self._closed or self._finish is not None:
+                self._release()
+            return Chunk(self._text.take(), tuple(self._tokens[before:]), self._finish)
+
+    def __enter__(self) -> GenerationStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End early and free the cache; a step that is running in another thread is finished first, by that thread."""
+        self._closed = True
+        if self._busy.acquire(blocking=False):
+            try:
+                self._release()
+            finally:
+                self._busy.release()
+
+    @property
+    def result(self) -> Generation:
+        """The answer; what there is of it if the stream was closed early or is not done."""
+        stats = Stats(
+            prompt_tokens=len(self._prompt.token_ids),
+            completion_tokens=len(self._tokens),
+            steps=self._counts["steps"],
+            drafted=self._counts["drafted"],
+            accepted=sum(self._accepted.values()),
+            accepted_by_source=dict(self._accepted),
+            ttft_s=self._seconds["ttft"],
+            decode_s=self._seconds["decode"],
+            draft_s=self._seconds["draft"],
+            cache_bytes=self._counts["cache_bytes"],
+        )
+        copied = self._state.provenance.spans(self._text.text, self._text.ends) if self._state else self._copied
+        return Generation(
+            text=self._text.text,
+            token_ids=tuple(self._tokens),
+            finish_reason=self._finish or "length",
+            stats=stats,
+            copied=copied,
+            margins=tuple(self._margins),
+        )
+
+    def _begin(self) -> None:
+        """Index the texts, prefill the prompt, emit its first token."""
+        started = time.perf_counter()
+        state = self._state = _State(self._engine, self._prompt, self._passages, self._draft, self._max_tokens)
+        logits = self._engine.target.prefill(self._prompt.token_ids, state.cache)
+        token = self._select(logits, [len(self._prompt.token_ids)])(0)
+        self._counts["cache_bytes"] = state.cache.nbytes
+        self._record_margins(logits, [0])
+        self._emit(state, DraftTree.empty(), [], [token])
+        self._seconds["ttft"] = time.perf_counter() - started
+
+    def _step(self) -> None:
+        """Draft, verify, accept, commit."""
+        state = self._state
+        assert state is not None
+        started = time.perf_counter()
+        root = self._tokens[-1]
+        tree = self._make_draft(state)
+        drafted = time.perf_counter()
+        position = state.cache.length
+        logits = self._engine.target.verify(root, tree, state.cache)
+        target = self._select(logits, [position + 1, *(position + 1 + tree.depths).tolist()])
+        accepted, emitted = walk(tree, lambda node: target(node + 1))
+        state.cache.keep([0, *(node + 1 for node in accepted)])
+        self._counts["steps"] += 1
+        self._counts["drafted"] += len(tree)
+        self._record_margins(logits, [0, *(node + 1 for node in accepted)])
+        self._emit(state, tree, accepted, emitted)
+        self._seconds["draft"] += drafted - started
+        self._seconds["decode"] += time.perf_counter() - started
+
+    def _make_draft(self, state: _State) -> DraftTree:
+        if not self._generation.speculate or not self._draft.max_nodes:
+            return DraftTree.empty()
+        # A step emits one token more than it accepts; a draft longer than that would be thrown away.
+        depth = self._max_tokens - len(self._tokens) - 1
+        fixed = self._engine.target.fixed
+        if fixed is None:
+            return state.builder.build(state.index, max_depth=depth)
+        depth = min(depth, fixed.longest_chain(state.cache.length))
+        return state.builder.build(state.index, max_depth=depth).chain()
+
+    def _emit(self, state: _State, tree: DraftTree, accepted: list[int], emitted: list[int]) -> None:
+        """Take tokens one at a time, as plain decoding would, until one of them ends the answer."""
+        taken: list[int] = []
+        for k, token in enumerate(emitted):
+            self._tokens.append(token)
+            taken.append(token)
+            if k < len(accepted):
+                source, position = int(tree.sources[accepted[k]]), int(tree.positions[accepted[k]])
+                state.provenance.drafted(source, position)
+                place = state.index.locate(source, position)
+                self._accepted[SOURCES[source] if place.passage_id is None else "passage"] += 1
+            else:
+                state.provenance.undrafted(token)
+            if self._ends(token):
+                break
+        del self._margins[len(self._tokens) :]
+        state.index.extend(taken)
+        if self._finish is not None:
+            self._text.finish()
+
+    def _ends(self, token: int) -> bool:
+        if token in self._engine.eos_ids and not self._generation.ignore_eos:
+            self._text.ends.append(len(self._text.text))
+            self._finish = "stop"
+        elif self._text.push(token):
+            self._finish = "stop"
+        elif len(self._tokens) >= self._max_tokens:
+            self._finish = "length"
+        return self._finish is not None
+
+    def _record_margins(self, logits: torch.Tensor, rows: list[int]) -> None:
+        if self._generation.record_margins:
+            best = logits[rows].float().topk(2, dim=-1).values
+            self._margins.extend((best[:, 0] - best[:, 1]).tolist())
+
+    def _release(self) -> None:
+        if self._state is not None:
+            self._copied = self._state.provenance.spans(self._text.text, self._text.ends)
+            self._state = None
+
+
+class _State:
+    """What a stream holds while it runs: cache, draft index, provenance."""
+
+    def __init__(
+        self, engine: Engine, prompt: Prompt, passages: Sequence[Passage], draft: DraftConfig, max_tokens: int
+    ) -> None:
+        self.cache: TreeCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
+        self.index = ContextIndex(
+            prompt.token_ids,
+            max_occurrences=draft.max_occurrences,
+            max_passage_tokens=draft.max_passage_tokens,
+            reserve=max_tokens,
+        )
+        self.builder = TreeBuilder(
+            max_nodes=draft.max_nodes,
+            max_depth=draft.max_depth,
+            min_probability=draft.min_probability,
+            max_occurrences=draft.max_occurrences,
+        )
+        self.provenance = Provenance(self.index, prompt)
+        for passage in passages:
+            if passage.text.strip() and not self.provenance.mark(passage):
+                text = engine._tokenize(passage.text, special=False)
+                self.provenance.add(passage, text.token_ids, text.offsets)
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends an answer: those of the generation configuration and the tokenizer's own."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids: list[Any] = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+    ids.append(getattr(tokenizer, "eos_token_id", None))
+    return frozenset(int(i) for i in ids if i is not None)

@@ -1,0 +1,227 @@
+"""One forward pass of the target over a draft tree, on unpatched `transformers` models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from reader_rag.decode.cache import TreeCache
+from reader_rag.draft.tree import DraftTree
+from reader_rag.errors import UnsupportedModelError
+
+PREFILL_CHUNK = 512
+"""Prompt tokens per forward pass; bounds what the attention mask and the activations of a long prompt take."""
+
+_MASKED_BACKENDS = {"sdpa": torch.bool, "eager": None}
+"""Attention backends that take a 4-D mask, and its dtype; None: the model's, added to the scores."""
+
+
+@dataclass(frozen=True)
+class FixedShape:
+    """Shapes that do not depend on what was drafted, so that rounding does not either.
+
+    Every pass has `width` positions, padded; attention runs over a number of positions that grows by `bucket` and
+    depends on the root's position alone.
+
+    Attributes:
+        width: Positions of a pass: the root and up to `width - 1` drafted ones.
+        bucket: Step in which the attended positions grow.
+    """
+
+    width: int = 17
+    bucket: int = 256
+
+    def shown(self, root: int) -> int:
+        """Positions attended to when the root stands at `root`."""
+        return -(-(root + self.width) // self.bucket) * self.bucket
+
+    def longest_chain(self, root: int) -> int:
+        """Most drafted tokens whose positions plain decoding attends to in the same shape."""
+        return min(self.width - 1, self.shown(root) - self.width - root)
+
+
+class Target:
+    """The target model as a function from tokens to logits.
+
+    Args:
+        model: A causal language model of `transformers`, in eval mode.
+        fixed: Shapes to keep to; None lets every pass have the shape it needs.
+
+    Raises:
+        UnsupportedModelError: The model keeps state that cannot be rewound, or its attention takes no tree mask.
+    """
+
+    def __init__(self, model: PreTrainedModel, fixed: FixedShape | None = None) -> None:
+        self.model = model
+        self.fixed = fixed
+        self.config: Any = model.config.get_text_config(decoder=True)
+        kind = getattr(self.config, "model_type", type(model).__name__)
+        if getattr(model, "_is_stateful", False) or not hasattr(self.config, "num_hidden_layers"):
+            raise UnsupportedModelError(
+                f"{kind} models keep a state that cannot be rewound, so drafts cannot be verified on them; "
+                "use a model whose layers are all attention"
+            )
+        backend = getattr(model.config, "_attn_implementation", "eager")
+        if backend not in _MASKED_BACKENDS:
+            raise UnsupportedModelError(
+                f"attention backend {backend!r} takes no tree mask; load the model with attn_implementation='sdpa'"
+            )
+        self._mask_dtype = _MASKED_BACKENDS[backend] or model.dtype
+        parameters = inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._kinds = _attention_kinds(self.config)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs go."""
+        return self.model.device
+
+    @property
+    def context_window(self) -> int | None:
+        """Most positions the model was made for, or None if its configuration does not say."""
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+            value = getattr(self.config, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        return None
+
+    def new_cache(self, positions: int, max_nodes: int) -> TreeCache:
+        """A cache for `positions` committed positions and a tree of `max_nodes` behind them."""
+        capacity = positions + max_nodes + 1
+        if self.fixed is not None:
+            capacity = self.fixed.shown(positions)
+        return TreeCache(self.config.num_hidden_layers, capacity)
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Sequence[int], cache: TreeCache) -> torch.Tensor:
+        """Commit a prompt, in chunks.
+
+        Args:
+            token_ids: [length], at least one token.
+            cache: Extended by `length` positions.
+
+        Returns:
+            Logits after the last token, [1, vocabulary].
+        """
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        cache.show(None)
+        logits = torch.empty(0)
+        for start in range(0, ids.shape[1], PREFILL_CHUNK):
+            chunk = ids[:, start : start + PREFILL_CHUNK]
+            positions = torch.arange(cache.length, cache.length + chunk.shape[1], device=self.device)[None]
+            logits = self.model(
+                chunk, position_ids=positions, past_key_values=cache, use_cache=True, **self._last_only
+            ).logits
+            cache.keep(list(range(chunk.shape[1])))
+        return logits[0, -1:]
+
+    @torch.inference_mode()
+    def verify(self, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
+        """One forward pass over the root and a draft tree. What it wrote is committed by `cache.keep`.
+
+        Args:
+            root: The last accepted token; its keys are not in the cache yet.
+            tree: Candidate continuations; with fixed shapes a chain no longer than `FixedShape.longest_chain`.
+            cache: The committed text.
+
+        Returns:
+            Logits [1 + nodes, vocabulary], after the root and after each node.
+        """
+        rows = len(tree) + 1
+        tokens = np.concatenate([np.array([root], np.int64), tree.tokens])
+        depths = np.concatenate([np.zeros(1, np.int64), tree.depths])
+        visible = tree.ancestor_mask
+        shown = cache.length + rows
+        if self.fixed is not None:
+            tokens, depths, visible = _padded(tokens, depths, visible, self.fixed.width)
+            shown = self.fixed.shown(cache.length)
+            cache.show(shown)
+        mask = None
+        if rows > 1 or self.fixed is not None:
+            mask = self._mask(visible, depths, cache.length, shown)
+        logits: torch.Tensor = self.model(
+            torch.from_numpy(tokens)[None].to(self.device),
+            attention_mask=mask,
+            position_ids=torch.from_numpy(depths + cache.length)[None].to(self.device),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+        return logits[0, :rows]
+
+    def _mask(
+        self, visible: NDArray[np.bool_], depths: NDArray[np.int64], committed: int, shown: int
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Masks [1, 1, rows, shown] of the model's attention kinds; one mask if there is only one kind.
+
+        Args:
+            visible: [rows, rows], which rows of the pass see each other.
+            depths: [rows], positions relative to the root.
+            committed: Positions before the root; all rows see them.
+            shown: Positions attended to.
+        """
+        rows = len(depths)
+        full = np.zeros((rows, shown), np.bool_)
+        full[:, :committed] = True
+        full[:, committed : committed + rows] = visible
+        queries = (depths + committed)[:, None]
+        keys = np.arange(shown, dtype=np.int64)[None]
+        keys[0, committed : committed + rows] = queries[:, 0]
+        masks = {}
+        for kind, span in self._kinds.items():
+            allowed = full
+            if kind == "sliding_attention":
+                allowed = full & (keys > queries - span)
+            elif kind == "chunked_attention":
+                allowed = full & (keys // span == queries // span)
+            masks[kind] = self._to_backend(allowed)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _to_backend(self, allowed: NDArray[np.bool_]) -> torch.Tensor:
+        mask = torch.from_numpy(allowed)[None, None].to(self.device)
+        if self._mask_dtype == torch.bool:
+            return mask
+        least = torch.finfo(self._mask_dtype).min
+        return torch.zeros(mask.shape, dtype=self._mask_dtype, device=self.device).masked_fill(~mask, least)
+
+
+def _padded(
+    tokens: NDArray[np.int64], depths: NDArray[np.int64], visible: NDArray[np.bool_], width: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """The rows of a pass, padded to `width`; a padding row repeats the root's token and is seen by nobody else."""
+    rows = len(tokens)
+    wide = np.eye(width, dtype=np.bool_)
+    wide[:rows, :rows] = visible
+    return (
+        np.concatenate([tokens, np.full(width - rows, tokens[0])]),
+        np.concatenate([depths, np.zeros(width - rows, np.int64)]),
+        wide,
+    )
+
+
+def _attention_kinds(config: Any) -> dict[str, int]:
+    """The model's attention kinds and the span (window or chunk) of each, 0 for full attention.
+
+    Raises:
+        UnsupportedModelError: A layer's kind has no tree mask (state-space, linear attention).
+    """
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    spans = {
+        "full_attention": 0,
+        "sliding_attention": window,
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    for kind in layers:
+        if spans.get(kind) is None:
+            raise UnsupportedModelError(
+                f"{config.model_type} models have layers of kind {kind!r}, on which drafts cannot be verified; "
+                "use a model whose layers are all attention"
+            )
+    return {kind: int(spans[kind] or 0) for kind in dict.fromkeys(layers)}

@@ -1,0 +1,135 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A retrieved text whose spans the answer may repeat.
+
+    Attributes:
+        id: What provenance calls it, e.g. a LlamaIndex node id.
+        text: The text itself; where the prompt contains it verbatim, the prompt's own tokens are used.
+    """
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model sees it.
+
+    Attributes:
+        token_ids: int token ids, special tokens included.
+        text: The text they were made from; empty if only ids are known.
+        offsets: For each token its (start, end) characters in `text`; None where the tokenizer cannot tell.
+    """
+
+    token_ids: Sequence[int]
+    text: str = ""
+    offsets: Sequence[tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True)
+class CopiedSpan:
+    """A stretch of the answer that was copied verbatim from a passage.
+
+    Attributes:
+        passage_id: `Passage.id` of the source.
+        passage_start: First character in the passage's text.
+        passage_end: One past the last character in the passage's text.
+        text_start: First character in the answer.
+        text_end: One past the last character in the answer.
+    """
+
+    passage_id: str
+    passage_start: int
+    passage_end: int
+    text_start: int
+    text_end: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step of a stream adds.
+
+    Attributes:
+        text: New text; empty while half a character or a possible stop string is held back.
+        token_ids: Tokens this step emitted.
+        finish_reason: None until the last chunk; then "stop" (end-of-sequence token or stop string) or "length".
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts and times of one generation.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Emitted tokens.
+        steps: Forward passes after the prefill, each emitting one token or more.
+        drafted: Drafted nodes over all steps.
+        accepted: Drafted nodes that were accepted.
+        accepted_by_source: The same by source name ("context", "passage").
+        ttft_s: Seconds from the start to the first token.
+        decode_s: Seconds from the first token to the last, as the engine worked (time the consumer took is left out).
+        draft_s: Seconds of `decode_s` spent making drafts.
+        cache_bytes: Bytes held for keys and values.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    cache_bytes: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens emitted per verify step (MAT); plain decoding: 1.0. The prefill's token is not counted."""
+        return (self.completion_tokens - 1) / self.steps if self.steps else 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed, (tokens - 1) / seconds after the first token; 0.0 for answers of one token."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts, times and the two ratios as a JSON-ready dict."""
+        return asdict(self) | {"tokens_per_step": self.tokens_per_step, "tokens_per_s": self.tokens_per_s}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: The answer, without special tokens and without the stop string that ended it.
+        token_ids: Emitted tokens, the end-of-sequence token included when it was emitted.
+        finish_reason: "stop" or "length".
+        stats: Counts and times.
+        copied: Which spans were copied from which passage, in the answer's order, not overlapping.
+        margins: With `record_margins`: per token the best logit less the second best.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: Stats
+    copied: tuple[CopiedSpan, ...] = ()
+    margins: tuple[float, ...] = ()
