@@ -7,11 +7,10 @@ from any threads without waiting for one another's end, and one that is dropped 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import DraftConfig, Exactness, GenerationConfig
 from reader_rag.decode.cache import TreeCache
-from reader_rag.decode.provenance import Offsets, Provenance
-from reader_rag.decode.select import make_selector
+from reader_rag.decode.provenance import Provenance
+from reader_rag.decode.select import Selector, make_selector
 from reader_rag.decode.selftest import keeps_bits, verifies_trees
 from reader_rag.decode.step import FixedShape, Target
 from reader_rag.decode.text import TextAssembler
@@ -30,8 +29,6 @@ from reader_rag.draft.builder import TreeBuilder
 from reader_rag.draft.context import ContextIndex
 from reader_rag.draft.tree import SOURCES, DraftTree
 from reader_rag.errors import ConfigError, PromptError, UnsupportedModelError
-
-_log = logging.getLogger(__name__)
 
 _UNKNOWN_WINDOW = 1 << 20
 _TOKENS_BEFORE = 4
@@ -124,7 +121,7 @@ class Engine:
 
     def encode(self, text: str) -> Prompt:
         """Raw text to a prompt, with the special tokens that the tokenizer itself adds."""
-        return self._tokenize(text, special=True)
+        return self.tokenize(text, special=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
         """Messages to a prompt through the tokenizer's chat template, up to where the assistant speaks.
@@ -143,9 +140,15 @@ class Engine:
             )
         except Exception as cause:
             raise ConfigError(f"the chat template of {self.name} refuses these messages: {cause}") from cause
-        return self._tokenize(str(text), special=False)
+        return self.tokenize(str(text), special=False)
 
-    def _tokenize(self, text: str, *, special: bool) -> Prompt:
+    def tokenize(self, text: str, *, special: bool) -> Prompt:
+        """Text to tokens and their characters.
+
+        Args:
+            text: Any text.
+            special: Whether the tokenizer adds its special tokens.
+        """
         offsets = bool(getattr(self.tokenizer, "is_fast", False))
         with self._tokenizer_lock:
             encoded: Any = self.tokenizer(
@@ -161,6 +164,7 @@ class Engine:
         *,
         tenant: str = "",
         draft: DraftConfig | None = None,
+        selector: Selector | None = None,
     ) -> GenerationStream:
         """Decode step by step.
 
@@ -171,6 +175,7 @@ class Engine:
                 marked as its own; the others are searched besides the prompt.
             tenant: On whose behalf; nothing learned from one tenant's text is used for another.
             draft: Overrides the engine's.
+            selector: Chooses the tokens instead of `generation`'s sampling settings.
 
         Returns:
             An iterator over chunks; its first `next` does the prefill.
@@ -186,7 +191,9 @@ class Engine:
                 f"the prompt has {length} tokens, and {self.name} reads at most {self.context_window - 1}; "
                 "shorten it, or retrieve fewer passages (--top-k)"
             )
-        return GenerationStream(self, prompt, generation or GenerationConfig(), passages, tenant, draft or self.draft)
+        generation = generation or GenerationConfig()
+        selector = selector or make_selector(generation)
+        return GenerationStream(self, prompt, generation, passages, tenant, draft or self.draft, selector)
 
     def generate(
         self,
@@ -196,9 +203,10 @@ class Engine:
         *,
         tenant: str = "",
         draft: DraftConfig | None = None,
+        selector: Selector | None = None,
     ) -> Generation:
         """Decode to the end; arguments and errors as in `stream`."""
-        with self.stream(prompt, generation, passages, tenant=tenant, draft=draft) as stream:
+        with self.stream(prompt, generation, passages, tenant=tenant, draft=draft, selector=selector) as stream:
             for _ in stream:
                 pass
             return stream.result
@@ -218,6 +226,7 @@ class GenerationStream(Iterator[Chunk]):
         passages: Sequence[Passage],
         tenant: str,
         draft: DraftConfig,
+        selector: Selector,
     ) -> None:
         self.tenant = tenant
         self._engine = engine
@@ -226,7 +235,7 @@ class GenerationStream(Iterator[Chunk]):
         self._passages = tuple(passages)
         self._draft = draft
         self._max_tokens = min(generation.max_tokens, engine.context_window - len(prompt.token_ids))
-        self._select = make_selector(generation)
+        self._select = selector
         self._tokens: list[int] = []
         self._margins: list[float] = []
         self._finish: FinishReason | None = None
@@ -405,7 +414,7 @@ class _State:
         self.provenance = Provenance(self.index, prompt)
         for passage in passages:
             if passage.text.strip() and not self.provenance.mark(passage):
-                text = engine._tokenize(passage.text, special=False)
+                text = engine.tokenize(passage.text, special=False)
                 self.provenance.add(passage, text.token_ids, text.offsets)
 
 

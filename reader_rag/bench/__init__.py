@@ -1,0 +1,1 @@
+"""Benchmarks: what a figure in the documentation was printed by."""

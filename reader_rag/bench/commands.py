@@ -1,0 +1,149 @@
+"""The `reader-rag bench` commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reader_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reader_rag.bench.methods import Task
+    from reader_rag.config import GenerationConfig
+    from reader_rag.decode.engine import Engine
+
+app = typer.Typer(help="Measure speed and exactness.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure speed and exactness."""
+
+
+@app.command(
+    epilog="Example: reader-rag bench generate --prompts prompts.jsonl --categories rag --limit 10 --dtype bfloat16"
+)
+def generate(
+    prompts: Annotated[
+        Path | None, typer.Option(help='Prompts, a line each: {"id", "category", "turns": [text, ...]}.')
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Traces whose tokens are forced on the model, so that any weights give real acceptance."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Alias, folder, hub id, or with --replay a config.json for random weights.")
+    ] = "smollm2-135m",
+    categories: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each category.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 256,
+    max_nodes: Annotated[int | None, typer.Option(min=0, help="Most nodes of a draft tree.")] = None,
+    batch: Annotated[str, typer.Option(help="Prompts decoded at once; this version decodes one.")] = "1",
+    exactness: Annotated[str, typer.Option(help="fast or strict.")] = "fast",
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    methods: Annotated[str, typer.Option(help="Out of plain, reader, hf, hf-lookup.")] = "plain,reader,hf,hf-lookup",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Decode the same prompts by several methods in turn and compare speed, tokens and memory."""
+    if batch != "1":
+        raise ConfigError(f"--batch {batch}: this version decodes one request at a time; leave --batch at 1")
+    if (prompts is None) == (replay is None):
+        raise ConfigError("give either --prompts FILE or --replay TRACES")
+    from reader_rag.bench.generate import compare
+    from reader_rag.config import DraftConfig, GenerationConfig
+
+    wanted = [c for c in categories.split(",") if c]
+    generation = GenerationConfig(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    draft = None if max_nodes is None else DraftConfig(max_nodes=max_nodes)
+    engine = _engine(model, dtype, device, exactness, draft, random_weights=replay is not None)
+    tasks = _tasks(engine, prompts, replay, wanted, limit, generation)
+    console = _console()
+    report = compare(engine, tasks, [m for m in methods.split(",") if m], console)
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        _print(report)
+
+
+def _engine(model: str, dtype: str, device: str, exactness: str, draft: Any, *, random_weights: bool) -> Engine:
+    from reader_rag.decode.engine import Engine
+
+    if model.endswith(".json"):
+        if not random_weights:
+            raise ConfigError(f"--model {model}: random weights answer nothing; use a configuration with --replay")
+        from reader_rag.bench.random_weights import engine_from_config
+
+        return engine_from_config(Path(model), dtype, device, exactness, draft)
+    return Engine.load(model, dtype=dtype, device=device, draft=draft, exactness=exactness)  # type: ignore[arg-type]
+
+
+def _tasks(
+    engine: Engine,
+    prompts: Path | None,
+    replay: Path | None,
+    categories: list[str],
+    limit: int | None,
+    generation: GenerationConfig,
+) -> list[tuple[str, Task]]:
+    from reader_rag.bench.inputs import read_prompts, read_traces
+    from reader_rag.bench.methods import Task
+    from reader_rag.decode.types import Prompt
+
+    if prompts is not None:
+        return [
+            (p.id, Task(engine.encode_chat([{"role": "user", "content": p.text}]), generation))
+            for p in read_prompts(prompts, categories, limit)
+        ]
+    assert replay is not None
+    return [
+        (t.id, Task(Prompt(t.prompt), generation, t.output[: generation.max_tokens]))
+        for t in read_traces(replay, categories, limit)
+        if len(t.output) > 1
+    ]
+
+
+def _console() -> Any:
+    """Progress on standard error, where there is a terminal to show it."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return lambda _: None
+    return lambda text: console.print(f"[dim]{text}[/dim]", highlight=False)
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    machine = report["machine"]
+    table = Table(title=f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts")
+    table.add_column("method")
+    for heading in ("tokens/s", "tokens/step", "ms/step", "first token s", "cache MB", "peak MB"):
+        table.add_column(heading, justify="right")
+    for name, row in report["variants"].items():
+        cells = (
+            row["decode_tokens_per_s"],
+            row["mat"],
+            row["ms_per_step"],
+            row["ttft_s"],
+            row["cache_mb"],
+            row["peak_mb"],
+        )
+        table.add_row(name, *("-" if cell is None else f"{cell:g}" for cell in cells))
+    console = Console()
+    console.print(table)
+    for name, ratio in report["ratios"].items():
+        if ratio["median"] is not None:
+            console.print(f"{name}: {ratio['median']:.2f} times (from {ratio['min']:.2f} to {ratio['max']:.2f})")
+    if "identical" in report:
+        same = report["identical"]
+        differing = f"; different: {', '.join(same['different'])}" if same["different"] else ""
+        console.print(f"reader = plain: {same['compared'] - len(same['different'])} of {same['compared']}{differing}")

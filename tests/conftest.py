@@ -1,0 +1,126 @@
+"""The models and data that tests share, each made once per session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub client: no test asks a network
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from reader_rag.decode.engine import Engine
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+MERGES = ["t h", "th e", "i n", "e r", "a n", "o n", "r e", "Ġ the", "Ġ a", "Ġ o", "Ġo f", "Ġ in", "e n", "a t", "e s"]
+MERGES += [
+    "an d",
+    "Ġ and",
+    "o r",
+    "t i",
+    "ti on",
+    "Ġ t",
+    "Ġt o",
+    "a l",
+    "i s",
+    "Ġ is",
+    "i t",
+    "s t",
+    "Ġ s",
+    "Ġ w",
+    "h e",
+]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The default LLM, converted; skipped where its package is not installed."""
+    from reader_rag.errors import ModelNotFoundError
+    from reader_rag.models import DEFAULT_MODEL, resolve_model
+
+    try:
+        return Path(resolve_model(DEFAULT_MODEL))
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def real_engine(model_folder: Path) -> Engine:
+    """An engine over the default LLM, in float32 so that drafted and plain decoding agree exactly."""
+    from reader_rag.decode.engine import Engine
+
+    return Engine.load(str(model_folder), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with a few merges: every text round-trips, and letters may be split over tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pairs = [(first, second) for first, second in (merge.split() for merge in MERGES)]
+    words = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in pairs)]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A Llama of two layers with fixed random weights, in float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,  # wide enough that the best token is a clear one
+        bos_token_id=tiny_tokenizer.bos_token_id,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Engine:
+    """An engine over the tiny model."""
+    from reader_rag.decode.engine import Engine
+
+    return Engine(tiny_model, tiny_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of recorded prompts and answers beside the repository; skipped where there is none."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"there is no {folder}")
+    return folder

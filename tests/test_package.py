@@ -1,0 +1,96 @@
+"""What is installed: light imports, one-way arrows, public names, metadata."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import reader_rag
+
+HEAVY = ("torch", "transformers", "numba", "faiss", "llama_index", "sentence_transformers", "gguf", "typer")
+
+
+def _run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def _loaded_by(statement: str) -> set[str]:
+    """The heavy packages that a fresh interpreter has loaded after `statement`."""
+    return set(_run(f"{statement}\nimport sys\nprint(*(name for name in {HEAVY!r} if name in sys.modules))").split())
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert _loaded_by("import reader_rag, reader_rag.config, reader_rag.errors, reader_rag.models") == set()
+    assert _loaded_by("import reader_rag; dir(reader_rag); reader_rag.GenerationConfig()") == set()
+
+
+def test_drafting_needs_no_torch_and_no_llama_index() -> None:
+    assert _loaded_by("import reader_rag.draft") <= {"numba"}
+
+
+def test_decoding_needs_neither_llama_index_nor_faiss() -> None:
+    assert _loaded_by("import reader_rag.decode.engine") <= {"numba", "torch", "transformers"}
+
+
+@pytest.mark.parametrize(
+    "module", ["reader_rag.draft", "reader_rag.decode.engine", "reader_rag.bench", "reader_rag.models"]
+)
+def test_lower_layers_work_where_the_upper_ones_are_not_installed(module: str) -> None:
+    absent = ("llama_index", "faiss", "sentence_transformers", "gguf")
+    assert _run(f"import sys\nfor name in {absent!r}: sys.modules[name] = None\nimport {module}\nprint('ok')") == "ok\n"
+
+
+def test_the_command_line_answers_help_without_loading_models() -> None:
+    assert not _loaded_by("import reader_rag.cli") & {"torch", "transformers", "faiss", "llama_index", "numba"}
+
+
+@pytest.mark.parametrize("name", reader_rag.__all__)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    value = getattr(reader_rag, name)
+    if name != "__version__":
+        assert callable(value)
+        assert inspect.getdoc(value)
+    assert name in dir(reader_rag)
+
+
+def test_ingest_is_the_function_also_after_its_module_was_imported() -> None:
+    import reader_rag.rag.ingest
+
+    assert inspect.isfunction(reader_rag.ingest)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'reader_rag' has no attribute 'Raeder'"):
+        reader_rag.Raeder  # noqa: B018
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert importlib.metadata.version("reader-rag") == reader_rag.__version__
+
+
+def test_the_connectors_are_part_of_the_installed_package() -> None:
+    import reader_rag.connectors
+
+    assert reader_rag.connectors.__name__ == "reader_rag.connectors"
+
+
+def test_type_checkers_are_told_that_the_package_is_typed() -> None:
+    files = importlib.resources.files("reader_rag")
+    assert files.joinpath("py.typed").is_file()
+
+
+def test_every_folder_of_modules_is_in_the_list_of_packages() -> None:
+    root = Path(__file__).resolve().parents[1]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(root) for path in (root / "reader_rag").rglob("*.py")}
+    assert sorted(listed) == sorted([".".join(folder.parts) for folder in folders] + ["reader_rag.connectors"])
