@@ -1,0 +1,67 @@
+"""Documents -> store -> retriever -> answer with citations, made of ordinary LlamaIndex parts.
+
+Names are loaded when they are first used: `import reader_rag.rag` itself loads nothing heavy. `ingest` is not among
+them, because `reader_rag.rag.ingest` is the module it lives in: import it from there or from `reader_rag`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reader_rag.rag.citations import Citation as Citation
+    from reader_rag.rag.citations import cite as cite
+    from reader_rag.rag.citations import context_of as context_of
+    from reader_rag.rag.embedding import LocalEmbedding as LocalEmbedding
+    from reader_rag.rag.embedding import SizedEmbedding as SizedEmbedding
+    from reader_rag.rag.engines import NOTHING_FOUND as NOTHING_FOUND
+    from reader_rag.rag.engines import make_chat_engine as make_chat_engine
+    from reader_rag.rag.engines import make_query_engine as make_query_engine
+    from reader_rag.rag.engines import make_retriever as make_retriever
+    from reader_rag.rag.engines import open_store as open_store
+    from reader_rag.rag.ingest import IngestReport as IngestReport
+    from reader_rag.rag.ingest import SkippedFile as SkippedFile
+    from reader_rag.rag.vector_store import FaissStore as FaissStore
+
+_HOME = {
+    "NOTHING_FOUND": "engines",
+    "Citation": "citations",
+    "FaissStore": "vector_store",
+    "IngestReport": "ingest",
+    "LocalEmbedding": "embedding",
+    "SizedEmbedding": "embedding",
+    "SkippedFile": "ingest",
+    "cite": "citations",
+    "context_of": "citations",
+    "make_chat_engine": "engines",
+    "make_query_engine": "engines",
+    "make_retriever": "engines",
+    "open_store": "engines",
+}
+
+__all__ = [
+    "NOTHING_FOUND",
+    "Citation",
+    "FaissStore",
+    "IngestReport",
+    "LocalEmbedding",
+    "SizedEmbedding",
+    "SkippedFile",
+    "cite",
+    "context_of",
+    "make_chat_engine",
+    "make_query_engine",
+    "make_retriever",
+    "open_store",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,163 @@
+"""Embeddings computed on this machine, with the model's own idea of how long a text may be."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
+from llama_index.core.bridge.pydantic import PrivateAttr
+
+from reader_rag.errors import ModelError, ModelNotFoundError, ReaderError
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+# Tokenizers without a limit report an absurdly large one; no text is embedded in one piece beyond this.
+_LONGEST_SEQUENCE = 8192
+
+
+class SizedEmbedding(BaseEmbedding):
+    """An embedding that can say how much text it reads, so that no chunk is cut off unseen.
+
+    Ingestion works with any subclass; `LocalEmbedding` is the one that comes with the package.
+    """
+
+    @property
+    @abstractmethod
+    def max_text_tokens(self) -> int:
+        """Most tokens of text that are embedded; what lies beyond would be ignored by the model."""
+
+    @abstractmethod
+    def count_tokens(self, text: str) -> int:
+        """Number of tokens of a text by the model's own tokenizer, special tokens not counted."""
+
+
+class LocalEmbedding(SizedEmbedding):
+    """A sentence-transformers model as a LlamaIndex embedding. Vectors have length 1; calls are thread safe.
+
+    Args:
+        model_name: An alias ("minilm"), a hub id or a local folder.
+        device: Where it runs ("cpu", "cuda:0", ...); None takes the best there is.
+        embed_batch_size: Texts per forward pass.
+        trust_remote_code: Run code that comes with the model. Off unless you trust its author.
+        kwargs: Other fields of LlamaIndex's `BaseEmbedding`.
+
+    Raises:
+        ModelNotFoundError: There is no such model here or on the hub.
+        ModelError: The model is there, but it cannot be loaded as an embedding model.
+    """
+
+    _model: SentenceTransformer = PrivateAttr()
+    # Fast tokenizers keep truncation as mutable state ("Already borrowed" when threads share one), so one at a time.
+    _lock: threading.Lock = PrivateAttr()
+    _max_text_tokens: int = PrivateAttr()
+
+    def __init__(
+        self,
+        model_name: str = "minilm",
+        device: str | None = None,
+        *,
+        embed_batch_size: int = 32,
+        trust_remote_code: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model_name=model_name, embed_batch_size=embed_batch_size, **kwargs)
+        self._model = _load(model_name, device, trust_remote_code)
+        self._lock = threading.Lock()
+        prompt_tokens = self.count_tokens(_document_prompt(self._model))
+        special_tokens = int(self._model.tokenizer.num_special_tokens_to_add())
+        self._max_text_tokens = self.max_tokens - special_tokens - prompt_tokens
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name under which LlamaIndex serialises this component."""
+        return "LocalEmbedding"
+
+    @property
+    def max_tokens(self) -> int:
+        """The model's own sequence limit, special tokens included."""
+        limit = self._model.max_seq_length or int(self._model.tokenizer.model_max_length)
+        return min(int(limit), _LONGEST_SEQUENCE)
+
+    @property
+    def max_text_tokens(self) -> int:
+        """`max_tokens` less the special tokens and the prefix that the model puts before a document."""
+        return self._max_text_tokens
+
+    @property
+    def dimension(self) -> int:
+        """Length of the vectors."""
+        dimension = self._model.get_embedding_dimension()
+        if dimension is None:
+            raise ModelError(f"the embedding model {self.model_name!r} does not say how long its vectors are")
+        return int(dimension)
+
+    @property
+    def device(self) -> str:
+        """Where the model runs."""
+        return str(self._model.device)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens and without truncation."""
+        with self._lock:
+            ids = self._model.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        return [int(i) for i in ids]
+
+    def count_tokens(self, text: str) -> int:
+        """Number of tokens of a text by the model's own tokenizer, special tokens not counted."""
+        return len(self.tokenize(text))
+
+    def _get_query_embedding(self, query: str) -> Embedding:
+        with self._lock:
+            vectors = self._model.encode_query([query], normalize_embeddings=True, show_progress_bar=False)
+        return [float(x) for x in vectors[0]]
+
+    def _get_text_embedding(self, text: str) -> Embedding:
+        return self._get_text_embeddings([text])[0]
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[Embedding]:
+        with self._lock:
+            vectors = self._model.encode_document(
+                texts, batch_size=self.embed_batch_size, normalize_embeddings=True, show_progress_bar=False
+            )
+        return [[float(x) for x in vector] for vector in vectors]
+
+    async def _aget_query_embedding(self, query: str) -> Embedding:
+        return await asyncio.to_thread(self._get_query_embedding, query)
+
+    async def _aget_text_embedding(self, text: str) -> Embedding:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[Embedding]:
+        return await asyncio.to_thread(self._get_text_embeddings, texts)
+
+
+def _load(model_name: str, device: str | None, trust_remote_code: bool) -> SentenceTransformer:
+    from sentence_transformers import SentenceTransformer
+
+    from reader_rag.models import resolve_embed_model
+
+    place = resolve_embed_model(model_name)
+    try:
+        return SentenceTransformer(place, device=device, trust_remote_code=trust_remote_code)
+    except ReaderError:
+        raise
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"the embedding model {model_name!r} cannot be read; give an alias, a hub id or a folder that "
+            f"sentence-transformers can load, or run `reader-rag models get`"
+        ) from error
+    except (ValueError, KeyError, RuntimeError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{model_name!r} cannot be loaded as an embedding model: {reason}") from error
+
+
+def _document_prompt(model: SentenceTransformer) -> str:
+    """The prefix that `encode_document` puts before a text; it takes room from the text."""
+    for name in ("document", "passage", "corpus"):
+        if name in model.prompts:
+            return str(model.prompts[name] or "")
+    return str(model.prompts.get(model.default_prompt_name or "", "") or "")

@@ -1,0 +1,166 @@
+"""Files on disk -> LlamaIndex documents; what cannot be read as text is told apart, with the reason."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import importlib.util
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llama_index.core.readers.file.base import SimpleDirectoryReader
+from llama_index.core.schema import Document
+
+from reader_rag.errors import IngestError
+
+# Formats that llama-index-readers-file turns into text; every other file is read as text itself.
+OFFICE_SUFFIXES = frozenset({".pdf", ".docx", ".pptx", ".pptm", ".ppt", ".epub", ".hwp", ".xls", ".xlsx"})
+
+_BYTE_ORDER_MARKS = (
+    # UTF-32 first: its little-endian mark begins with that of UTF-16.
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
+_MOST_CONTROL_CHARACTERS = 0.01  # of all characters; text has none or a stray one
+
+
+class UnusableFileError(Exception):
+    """A file that cannot go into the store; the message is the reason, shown to the user."""
+
+
+@dataclass
+class FoundFiles:
+    """What a root holds.
+
+    Attributes:
+        root: Absolute path of what the user named.
+        files: Absolute paths, sorted; hidden files and folders are left out.
+        unlisted: Folders that could not be listed, with the reason.
+    """
+
+    root: Path
+    files: list[Path] = field(default_factory=list)
+    unlisted: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def find_files(root: Path, leave_out: Path) -> FoundFiles:
+    """The files under a root, which may be a file itself.
+
+    Args:
+        root: A folder or a file.
+        leave_out: A folder to pass over: the store's own.
+
+    Raises:
+        IngestError: There is no such path, or it can never be a document.
+    """
+    root = Path(os.path.realpath(root))
+    leave_out = Path(os.path.realpath(leave_out))
+    try:
+        kind = root.stat().st_mode
+    except OSError as error:
+        raise IngestError(f"there is no file or folder {root} to read ({error.strerror}); check the path") from error
+    found = FoundFiles(root)
+    if not stat.S_ISDIR(kind):
+        found.files.append(root)
+        return found
+
+    def note(error: OSError) -> None:
+        found.unlisted.append((Path(error.filename), f"folder cannot be listed: {error.strerror}"))
+
+    for folder, subfolders, names in os.walk(root, onerror=note):
+        here = Path(folder)
+        subfolders[:] = sorted(s for s in subfolders if not s.startswith(".") and here / s != leave_out)
+        found.files.extend(here / name for name in names if not name.startswith("."))
+    found.files.sort()
+    return found
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content.
+
+    Raises:
+        UnusableFileError: It cannot be read, is no regular file (a pipe would wait for ever), or is empty.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UnusableFileError("not a regular file")
+        data = path.read_bytes()
+    except OSError as error:
+        raise UnusableFileError(f"cannot be read: {error.strerror or error}") from error
+    if not data.strip():
+        raise UnusableFileError("empty")
+    return data
+
+
+def parse(path: Path, data: bytes) -> list[Document]:
+    """One document per file, or per page where the format has pages.
+
+    Each has `id_` = the path, and the metadata `file_path`, `file_name` and what the format's reader adds
+    (`page_label`), all hidden from the LLM and the embedding: both see the text alone.
+
+    Raises:
+        UnusableFileError: The content is binary, in an unknown encoding, holds no text, or its reader is missing.
+    """
+    office = path.suffix.lower() in OFFICE_SUFFIXES
+    documents = _read_office_file(path) if office else [Document(text=decode(data))]
+    documents = [document for document in documents if document.text.strip()]
+    if not documents:
+        raise UnusableFileError("holds no text")
+    for document in documents:
+        own = {key: value for key, value in document.metadata.items() if key in ("page_label",)}
+        document.id_ = str(path)
+        document.metadata = {"file_path": str(path), "file_name": path.name, **own}
+        document.excluded_llm_metadata_keys = list(document.metadata)
+        document.excluded_embed_metadata_keys = list(document.metadata)
+    return documents
+
+
+def decode(data: bytes) -> str:
+    """Text as `Path.read_text` gives it: line ends are newlines, a byte order mark is dropped.
+
+    UTF-8 is read without a mark, UTF-16 and UTF-32 with one.
+
+    Raises:
+        UnusableFileError: Binary content, or another encoding.
+    """
+    encoding = next((name for mark, name in _BYTE_ORDER_MARKS if data.startswith(mark)), "utf-8")
+    if encoding == "utf-8" and b"\0" in data:
+        raise UnusableFileError("binary")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise UnusableFileError(f"not {error.encoding} text (byte {error.start}); convert it to UTF-8") from error
+    if len(_CONTROL_CHARACTERS.findall(text)) > _MOST_CONTROL_CHARACTERS * len(text):
+        raise UnusableFileError("binary")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def content_hash(data: bytes, settings: str) -> str:
+    """Hash of a file's bytes and of the settings it is split with."""
+    return hashlib.sha256(settings.encode() + b"\0" + data).hexdigest()
+
+
+def _read_office_file(path: Path) -> list[Document]:
+    if importlib.util.find_spec("llama_index.readers") is None or (
+        importlib.util.find_spec("llama_index.readers.file") is None
+    ):
+        raise UnusableFileError(f"{path.suffix} files need the extra: pip install 'reader-rag[files]'")
+    try:
+        return SimpleDirectoryReader.load_file(path, file_metadata=lambda _: {}, file_extractor={}, raise_on_error=True)
+    except ImportError as error:
+        raise UnusableFileError(f"the reader of {path.suffix} files lacks a package: {_first_line(error)}") from error
+    except Exception as error:  # the readers of many formats raise whatever they like, wrapped in a bare Exception
+        raise UnusableFileError(
+            f"not a readable {path.suffix} file: {_first_line(error.__cause__ or error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,37 @@
+"""What the LLM and the reader are told: prompts, and the answer when there is none.
+
+Prompts are short and put the passages first and the question last: small instruct models follow what is nearest.
+"""
+
+from __future__ import annotations
+
+from llama_index.core.prompts import PromptTemplate
+
+NOTHING_FOUND = "Nothing was found in the documents for this question."
+
+QA_PROMPT = PromptTemplate(
+    "Answer the question using only the text below. Quote the text where you can. "
+    "If the text does not contain the answer, say that you do not know.\n\n"
+    "Text:\n{context_str}\n\n"
+    "Question: {query_str}"
+)
+
+REFINE_PROMPT = PromptTemplate(
+    "Question: {query_str}\n\n"
+    "Answer so far: {existing_answer}\n\n"
+    "More text:\n{context_msg}\n\n"
+    "If the text adds to the answer, write the improved answer; otherwise repeat the answer so far."
+)
+
+CHAT_SYSTEM = (
+    "You answer questions about the user's documents. Use only the text above and what was said before. "
+    "Quote the text where you can. If it does not contain the answer, say that you do not know."
+)
+
+CHAT_CONTEXT = "Text from the documents:\n{context_str}\n\n"
+
+CHAT_REFINE = (
+    "More text from the documents:\n{context_msg}\n\n"
+    "Answer so far: {existing_answer}\n\n"
+    "If the text adds to the answer, write the improved answer; otherwise repeat the answer so far.\n\n"
+)

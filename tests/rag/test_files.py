@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reader_rag.errors import IngestError
+from reader_rag.rag.files import UnusableFileError, decode, find_files, parse, read_bytes
+
+Write = Callable[[str, str | bytes], Path]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("näive\n".encode(), "näive\n"),
+        ("\ufeffnäive".encode(), "näive"),
+        ("näive".encode("utf-16"), "näive"),
+        (b"\xfe\xff" + "näive".encode("utf-16-be"), "näive"),
+        ("näive".encode("utf-32"), "näive"),
+        (b"one\r\ntwo\rthree\n", "one\ntwo\nthree\n"),
+        (b"a form\x0cfeed and an \x1b[1mescape", "a form\x0cfeed and an \x1b[1mescape"),
+    ],
+)
+def test_text_is_decoded(data: bytes, text: str) -> None:
+    assert decode(data) == text
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\x7fELF\x02\x01\x01\x00\x00", "binary"),
+        (b"mostly text, and then \x00", "binary"),
+        (bytes(range(1, 32)), "binary"),
+        ("näive".encode("latin-1"), r"not utf-8 text \(byte 1\); convert it to UTF-8"),
+        (b"\xff\xfea", "not utf-16.* text"),
+    ],
+)
+def test_what_is_not_text_is_told_apart(data: bytes, reason: str) -> None:
+    with pytest.raises(UnusableFileError, match=reason):
+        decode(data)
+
+
+def test_empty_missing_and_special_files_are_named(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(UnusableFileError, match="^empty$"):
+        read_bytes(write("blank.txt", " \n\t\n"))
+    with pytest.raises(UnusableFileError, match="cannot be read: No such file"):
+        read_bytes(tmp_path / "gone.txt")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UnusableFileError, match="not a regular file"):
+        read_bytes(tmp_path / "pipe")
+
+
+def test_hidden_files_and_the_store_are_passed_over_and_links_to_folders_not_followed(
+    write: Write, tmp_path: Path
+) -> None:
+    kept = [write("a.txt", "a"), write("sub/b.md", "b")]
+    for name in (".hidden", ".git/config", "store/store.sqlite3"):
+        write(name, "x")
+    root = tmp_path / "docs"
+    (root / "loop").symlink_to(root)
+    assert find_files(root, leave_out=root / "store").files == kept
+
+
+def test_a_root_can_be_a_file_or_hidden(write: Write, tmp_path: Path) -> None:
+    path = write(".notes/a.txt", "a")
+    assert find_files(path, tmp_path).files == [path]
+    assert find_files(path.parent, tmp_path / "store").files == [path]
+
+
+def test_a_root_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(IngestError, match="there is no file or folder .*nowhere to read .No such file.*check the path"):
+        find_files(tmp_path / "nowhere", tmp_path)
+
+
+def test_documents_carry_their_file_and_hide_it_from_the_llm(write: Write) -> None:
+    path = write("a.txt", "hello")
+    (document,) = parse(path, b"hello")
+    assert (document.id_, document.text) == (str(path), "hello")
+    assert document.metadata == {"file_path": str(path), "file_name": "a.txt"}
+    assert document.get_content("llm") == document.get_content("embed") == "hello"  # type: ignore[arg-type]
+
+
+def small_pdf(text: str) -> bytes:
+    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R"
+        b" /Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
+    ]
+    body, places = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(body))
+        body += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    size = len(objects) + 1
+    return body + b"xref\n0 %d\n0000000000 65535 f \n%strailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (
+        size, table, size, len(body),
+    )  # fmt: skip
+
+
+def test_pdfs_are_read_page_by_page(write: Write) -> None:
+    pytest.importorskip("llama_index.readers.file", reason="needs the extra 'files'")
+    data = small_pdf("Polar bears are white.")
+    path = write("bears.pdf", data)
+    (page,) = parse(path, data)
+    assert page.text.strip() == "Polar bears are white."
+    assert page.id_ == str(path)
+    assert page.metadata == {"file_path": str(path), "file_name": "bears.pdf", "page_label": "1"}
+
+
+def test_a_broken_pdf_is_named(write: Write) -> None:
+    pytest.importorskip("llama_index.readers.file", reason="needs the extra 'files'")
+    path = write("broken.pdf", b"%PDF-1.4 and then nonsense")
+    with pytest.raises(UnusableFileError, match=r"not a readable \.pdf file: "):
+        parse(path, path.read_bytes())
+
+
+def test_without_the_extra_a_pdf_names_the_command_that_installs_it(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    path = write("a.pdf", b"%PDF-1.4")
+    with pytest.raises(UnusableFileError, match=r"pip install 'reader-rag\[files\]'"):
+        parse(path, b"%PDF-1.4")
