@@ -21,7 +21,8 @@ class DraftConfig:
     """How drafts are made.
 
     Attributes:
-        max_nodes: Most drafted tokens in one tree; 0 turns drafting off (plain decoding).
+        max_nodes: Most drafted tokens in one tree; how many of them are verified is decided by what they cost on the
+            machine at hand. 0 turns drafting off (plain decoding).
         max_depth: Longest path of a tree, in tokens.
         min_probability: A node enters the tree only if the estimated probability of its whole path is at least this.
         max_occurrences: Most places in the text that are followed at once; the longest-lived and then the most
@@ -29,7 +30,7 @@ class DraftConfig:
         max_passage_tokens: Bound on text that is searched besides prompt and output; the oldest passage goes first.
     """
 
-    max_nodes: int = 16
+    max_nodes: int = 64
     max_depth: int = 40
     min_probability: float = 0.02
     max_occurrences: int = 256

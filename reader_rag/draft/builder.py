@@ -54,7 +54,14 @@ class TreeBuilder:
 
         Returns:
             The tree; empty where nothing in the index continues the sequence.
+
+        Raises:
+            ValueError: The index follows more places than the builder has room for.
         """
+        places = index.sequence_matches.shape[1] + index.passage_matches.shape[1]
+        if places > self._work.shape[1]:
+            # The kernels check no bounds.
+            raise ValueError(f"the index follows {places} places and the builder has room for {self._work.shape[1]}")
         depth = self._max_depth if max_depth is None else min(max_depth, self._max_depth)
         if depth < 1 or not self._out.shape[1]:
             return DraftTree.empty()

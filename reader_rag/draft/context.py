@@ -18,6 +18,8 @@ Following every token of a long prompt would cost what the whole index costs; 32
 must be kept, from the many short ones.
 """
 
+_LARGEST = np.iinfo(np.int32).max
+
 
 class _Corpus:
     """Tokens with chains of equal tokens, growing by doubling; the arrays are what `kernels` describes."""
@@ -245,12 +247,17 @@ class ContextIndex:
 
 
 def _token_array(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-    array = np.asarray(tokens, dtype=np.int32)
+    array = np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"token ids must be a flat list, not of shape {array.shape}")
-    if len(array) and int(array.min()) < 0:
-        raise ValueError(f"token ids must not be negative: {int(array.min())}")
-    return array
+    if len(array):
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"token ids must be integers, not {array.dtype}")
+        if int(array.min()) < 0:
+            raise ValueError(f"token ids must not be negative: {int(array.min())}")
+        if int(array.max()) > _LARGEST:
+            raise ValueError(f"token ids must fit 32 bits: {int(array.max())}")
+    return array.astype(np.int32, copy=False)
 
 
 def _grown(array: NDArray[np.int32], needed: int) -> NDArray[np.int32]:

@@ -31,7 +31,7 @@ BACKWARD_LIMIT = 64
 @njit(cache=True, nogil=True, inline="always")
 def _slot(table: Any, token: int) -> int:
     """The slot of `table` [2, slots] that holds `token`, or the free one where it belongs."""
-    mask = table.shape[1] - 1
+    mask: int = table.shape[1] - 1
     i = (int(token) * 0x9E3779B1) & mask
     while table[0, i] != EMPTY and table[0, i] != token:
         i = (i + 1) & mask
@@ -162,7 +162,7 @@ def advance(
 
 @njit(cache=True, nogil=True, inline="always")
 def _before(probability: Any, a: int, b: int) -> bool:
-    """Whether candidate `a` leaves the heap before `b`: the more probable, then the one found through the lower slot."""
+    """Whether candidate `a` leaves the heap before `b`: the more probable, then the one with the lower slot."""
     if probability[a] != probability[b]:
         return bool(probability[a] > probability[b])
     return a < b

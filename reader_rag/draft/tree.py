@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,7 +27,7 @@ class DraftTree:
         depths: int32 [nodes], 1 for the root's children.
         probabilities: float64 [nodes], estimated probability that the whole path down to the node is accepted.
         sources: int32 [nodes], index into `SOURCES` of the corpus that the node was copied from.
-        positions: int32 [nodes], where in that corpus the node's token stands (of the occurrence with the longest match).
+        positions: int32 [nodes], where in that corpus the node's token stands (by the longest match).
         match_lengths: int32 [nodes], how many tokens before it agree with the path and the sequence.
     """
 
@@ -43,7 +43,15 @@ class DraftTree:
     def empty(cls) -> DraftTree:
         """A tree of the root alone."""
         none = np.zeros(0, np.int32)
-        return cls(none, none, none, np.zeros(0), none, none, none)
+        return cls(none, none, none, np.zeros(0, np.float64), none, none, none)
+
+    @classmethod
+    def from_chain(cls, tokens: Sequence[int], probability: float = 0.5) -> DraftTree:
+        """A tree without branches, each token taken to follow the one before it with that probability."""
+        n = len(tokens)
+        depths = np.arange(1, n + 1, dtype=np.int32)
+        none = np.zeros(n, np.int32)
+        return cls(np.array(tokens, np.int32), depths - 2, depths, probability**depths, none, none, none)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -115,12 +123,12 @@ class DraftTree:
         seen: set[tuple[int, int]] = set()
         for node in range(len(self)):
             parent, token = int(self.parents[node]), int(self.tokens[node])
+            if not -1 <= parent < node:
+                raise ValueError(f"draft tree, node {node}: parent {parent} does not come before it")
             above = float(self.probabilities[parent]) if parent >= 0 else 1.0
             depth = int(self.depths[parent]) + 1 if parent >= 0 else 1
             problem = (
-                f"parent {parent} does not come before it"
-                if not -1 <= parent < node
-                else f"depth {self.depths[node]} instead of {depth}"
+                f"depth {self.depths[node]} instead of {depth}"
                 if int(self.depths[node]) != depth
                 else f"probability {self.probabilities[node]} outside (0, {above}]"
                 if not 0.0 < float(self.probabilities[node]) <= above
@@ -146,8 +154,9 @@ class DraftTree:
         stack = list(reversed(order[0]))
         while stack:
             node = stack.pop()
+            indent, token = "  " * (int(self.depths[node]) - 1), show(int(self.tokens[node]))
             yield (
-                f"{'  ' * (int(self.depths[node]) - 1)}{show(int(self.tokens[node]))!r} p={self.probabilities[node]:.3f}"
+                f"{indent}{token!r} p={self.probabilities[node]:.3f}"
                 f" {SOURCES[self.sources[node]]}@{self.positions[node]} match={self.match_lengths[node]}"
             )
             stack.extend(reversed(order[node + 1]))
