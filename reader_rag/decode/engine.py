@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import DraftConfig, Exactness, GenerationConfig
 from reader_rag.decode.cache import TreeCache
+from reader_rag.decode.costs import StepCosts
 from reader_rag.decode.provenance import Provenance
 from reader_rag.decode.select import Selector, make_selector
 from reader_rag.decode.selftest import keeps_bits, verifies_trees
@@ -74,19 +75,31 @@ class Engine:
         self.context_window = self.target.context_window or _UNKNOWN_WINDOW
         self.eos_ids = _eos_ids(model, tokenizer)
         self.lock = threading.Lock()
+        self.costs: StepCosts | None = None
+        """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""
         self._tokenizer_lock = threading.Lock()
         self._self_test()
 
     def _self_test(self) -> None:
-        if self.target.fixed is not None:
-            if not keeps_bits(self.target):
-                raise UnsupportedModelError(
-                    f"{self.name} on {self.target.device}: kernels compute a row differently depending on its "
-                    "neighbours, so exactness='strict' cannot be kept; use exactness='fast', or dtype='float32'"
-                )
-        elif not verifies_trees(self.target):
+        # Loads the compiled loops here rather than in the first answer.
+        TreeBuilder(max_nodes=1).build(ContextIndex([0, 1, 0]))
+        try:
+            verifies = verifies_trees(self.target)
+            keeps = self.target.fixed is None or (verifies and keeps_bits(self.target))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as cause:
+            raise UnsupportedModelError(
+                f"{self.name}: {type(self.model).__name__} fails on a tree mask, so drafts cannot be verified: {cause}"
+            ) from cause
+        if not verifies:
             raise UnsupportedModelError(
                 f"{self.name}: the model ignores the tree mask or the position ids, so drafts cannot be verified on it"
+            )
+        if not keeps:
+            raise UnsupportedModelError(
+                f"{self.name} on {self.target.device}: kernels compute a row differently depending on its "
+                "neighbours, so exactness='strict' cannot be kept; use exactness='fast', or dtype='float32'"
             )
 
     @classmethod
@@ -265,9 +278,12 @@ class GenerationStream(Iterator[Chunk]):
                 self._closed = True
                 self._release()
                 raise
-            if self._closed or self._finish is not None:
+            if self._finish is not None:
                 self._release()
-            return Chunk(self._text.take(), tuple(self._tokens[before:]), self._finish)
+            chunk = Chunk(self._text.take(), tuple(self._tokens[before:]), self._finish)
+        if self._closed:  # by another thread during the step, which left the cache to this one
+            self.close()
+        return chunk
 
     def __enter__(self) -> GenerationStream:
         return self
@@ -312,6 +328,9 @@ class GenerationStream(Iterator[Chunk]):
     def _begin(self) -> None:
         """Index the texts, prefill the prompt, emit its first token."""
         started = time.perf_counter()
+        if self._drafts and self._engine.costs is None and self._engine.target.fixed is None:
+            self._engine.costs = StepCosts.measure(self._engine.target, self._engine.draft.max_nodes)
+            started = time.perf_counter()
         state = self._state = _State(self._engine, self._prompt, self._passages, self._draft, self._max_tokens)
         logits = self._engine.target.prefill(self._prompt.token_ids, state.cache)
         token = self._select(logits, [len(self._prompt.token_ids)])(0)
@@ -336,18 +355,26 @@ class GenerationStream(Iterator[Chunk]):
         self._counts["steps"] += 1
         self._counts["drafted"] += len(tree)
         self._record_margins(logits, [0, *(node + 1 for node in accepted)])
+        if self._engine.costs is not None:
+            self._engine.costs.observe(len(tree) + 1, time.perf_counter() - drafted)
         self._emit(state, tree, accepted, emitted)
         self._seconds["draft"] += drafted - started
         self._seconds["decode"] += time.perf_counter() - started
 
+    @property
+    def _drafts(self) -> bool:
+        return self._generation.speculate and self._draft.max_nodes > 0
+
     def _make_draft(self, state: _State) -> DraftTree:
-        if not self._generation.speculate or not self._draft.max_nodes:
+        """The best tree of the size that pays; empty where a plain step is faster."""
+        if not self._drafts:
             return DraftTree.empty()
         # A step emits one token more than it accepts; a draft longer than that would be thrown away.
         depth = self._max_tokens - len(self._tokens) - 1
         fixed = self._engine.target.fixed
         if fixed is None:
-            return state.builder.build(state.index, max_depth=depth)
+            tree = state.builder.build(state.index, max_depth=depth)
+            return tree.head(self._engine.costs.best_size(tree)) if self._engine.costs is not None else tree
         depth = min(depth, fixed.longest_chain(state.cache.length))
         return state.builder.build(state.index, max_depth=depth).chain()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from reader_rag.decode.types import CopiedSpan, Passage, Prompt
 from reader_rag.draft.context import ContextIndex
@@ -124,11 +125,12 @@ class Provenance:
         spans: list[CopiedSpan] = []
         run: tuple[str, int, int, int, int] | None = None
         for copy, begin, end in zip(self._copies, [0, *ends], ends, strict=False):
-            # A token that a stop string cut off has characters that the answer has not.
-            if copy is None or copy.passage_id is None or end > len(text):
-                run = self._close(run, text, spans)
-                continue
-            if run is not None and run[0] == copy.passage_id and self._goes_on(run[0], run[2], copy.start):
+            if end <= begin:
+                continue  # part of a character that a later token completes, or cut off by a stop string
+            if copy is None or copy.passage_id is None:
+                self._close(run, text, spans)
+                run = None
+            elif run is not None and run[0] == copy.passage_id and self._goes_on(run[0], run[2], copy.start):
                 run = (run[0], run[1], copy.end, run[3], end)
             else:
                 self._close(run, text, spans)
@@ -137,17 +139,21 @@ class Provenance:
         return tuple(spans)
 
     def _goes_on(self, passage_id: str, end: int, start: int) -> bool:
-        """Whether nothing but blanks lies between two tokens: some tokenizers leave them out of a token's characters."""
+        """Whether nothing but blanks lies between two tokens: some tokenizers leave them out of their characters."""
         return start >= end and not self._texts[passage_id][end:start].strip()
 
     def _close(self, run: tuple[str, int, int, int, int] | None, text: str, spans: list[CopiedSpan]) -> None:
-        """Add a run to `spans` if both sides, blanks at their ends left out, are equal."""
+        """Add what is equal on both sides of a run, from its start on and blanks at its ends left out, to `spans`.
+
+        The end may differ: a stop string cuts a token in two.
+        """
         if run is None:
             return
         passage_id, start, end, begin, stop = run
         source, answer = self._texts[passage_id][start:end], text[begin:stop]
-        if source.strip() and source.strip() == answer.strip():
-            start += len(source) - len(source.lstrip())
-            begin += len(answer) - len(answer.lstrip())
-            length = len(answer.strip())
+        start += len(source) - len(source.lstrip())
+        begin += len(answer) - len(answer.lstrip())
+        pairs = zip(source.lstrip(), answer.lstrip(), strict=False)
+        length = len("".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)).rstrip())
+        if length:
             spans.append(CopiedSpan(passage_id, start, start + length, begin, begin + length))

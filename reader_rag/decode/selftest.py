@@ -26,20 +26,6 @@ def _forest(tokens: list[int]) -> DraftTree:
     return DraftTree(np.array(tokens, np.int32), parents, depths, np.full(6, 0.5), zeros, zeros, zeros)
 
 
-def _chain(tokens: list[int]) -> DraftTree:
-    n = len(tokens)
-    zeros = np.zeros(n, np.int32)
-    return DraftTree(
-        np.array(tokens, np.int32),
-        np.arange(-1, n - 1, dtype=np.int32),
-        np.arange(1, n + 1, dtype=np.int32),
-        np.full(n, 0.5),
-        zeros,
-        zeros,
-        zeros,
-    )
-
-
 @torch.inference_mode()
 def verifies_trees(target: Target) -> bool:
     """Whether a tree's logits are those of plain text along each of its paths, and the commit keeps the right keys.
@@ -78,7 +64,7 @@ def keeps_bits(target: Target) -> bool:
     prompt, root, draft = tokens[:_PROMPT], tokens[_PROMPT], tokens[_PROMPT + 1 :]
     drafted = target.new_cache(len(tokens), length)
     target.prefill(prompt, drafted)
-    got = target.verify(root, _chain(draft), drafted)
+    got = target.verify(root, DraftTree.from_chain(draft), drafted)
     plain = target.new_cache(len(tokens), 0)
     target.prefill(prompt, plain)
     for row, token in enumerate([root, *draft]):

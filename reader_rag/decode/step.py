@@ -213,8 +213,11 @@ def _attention_kinds(config: Any) -> dict[str, int]:
     """
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    if config.model_type == "gpt_neo":
+        layers = [f"{kind}_attention" for kind in config.attention_layers]  # its windows are no part of the mask
     spans = {
         "full_attention": 0,
+        "global_attention": 0,
         "sliding_attention": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None),
     }
