@@ -138,11 +138,13 @@ class LocalEmbedding(SizedEmbedding):
 def _load(model_name: str, device: str | None, trust_remote_code: bool) -> SentenceTransformer:
     from sentence_transformers import SentenceTransformer
 
+    from reader_rag.model_cache import quiet_transformers
     from reader_rag.models import resolve_embed_model
 
     place = resolve_embed_model(model_name)
     try:
-        return SentenceTransformer(place, device=device, trust_remote_code=trust_remote_code)
+        with quiet_transformers():
+            return SentenceTransformer(place, device=device, trust_remote_code=trust_remote_code)
     except ReaderError:
         raise
     except OSError as error:

@@ -87,8 +87,8 @@ class _Plan:
 
 
 def ingest(
-    paths: Sequence[Path],
-    store_dir: Path,
+    paths: str | Path | Sequence[str | Path],
+    store_dir: str | Path,
     *,
     embed_model: SizedEmbedding,
     chunk_tokens: int | None = None,
@@ -102,7 +102,7 @@ def ingest(
     file that can no longer be read keeps its last good content and is reported.
 
     Args:
-        paths: Folders and files. Hidden files and folders inside are passed over, links to folders not followed.
+        paths: Folders and files, or one of them. Hidden files and folders inside are passed over, links to folders not followed.
         store_dir: Folder of the store, made when there is something to put in.
         embed_model: The model that the store is for.
         chunk_tokens: Longest chunk, in the embedding's tokens; None takes 256 or the model's limit if that is less.
@@ -121,7 +121,9 @@ def ingest(
     tokens = _checked_chunk_tokens(chunk_tokens, chunk_overlap, embed_model.max_text_tokens)
     settings = f"chunker {_CHUNKER_VERSION}, {tokens} tokens, overlap {chunk_overlap}"
     report = progress or (lambda stage, done, total: None)
-    roots = [find_files(Path(path), store_dir) for path in paths]
+    store_dir = Path(store_dir)
+    named = [paths] if isinstance(paths, (str, Path)) else paths
+    roots = [find_files(Path(path), store_dir) for path in named]
     _require_files(roots)
     with _only_ingestion(store_dir):
         known = _known_documents(store_dir, embed_model)
