@@ -30,7 +30,7 @@ class TreeLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, capacity: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.capacity = capacity
         self.length = 0
         self.shown: int | None = None

@@ -16,8 +16,10 @@ _CONTEXT = 256
 """Committed positions that a step is timed behind: about those of a short question with passages."""
 _BUDGET_S = 2.0
 _ROUNDS = 3
-_MEMORY = 0.05
-"""Weight of a new observation against those before."""
+_SLOWER, _FASTER = 0.05, 0.5
+"""Weights of a new observation above and below what was expected: neighbours on the machine only ever add time."""
+_EXPLORE_EVERY, _EXPLORE_NODES = 32, 4
+"""After so many plain steps in a row a small draft is tried all the same, so that a bad measurement is found out."""
 
 
 class StepCosts:
@@ -35,6 +37,7 @@ class StepCosts:
         self._rows = np.array(rows, dtype=np.float64)
         self._seconds = np.array(seconds, dtype=np.float64)
         self._curve = self._curve_of(int(self._rows[-1]))
+        self._plain_in_a_row = 0
 
     @classmethod
     def measure(cls, target: Target, max_nodes: int) -> StepCosts:
@@ -71,6 +74,11 @@ class StepCosts:
         """float64 [max rows + 1], the time of a step by its positions; index 0 is unused."""
         return self._curve
 
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes of a tree whose cost is known."""
+        return len(self._curve) - 2
+
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a step that ran.
 
@@ -81,13 +89,14 @@ class StepCosts:
         if not 1 <= rows < len(self._curve) or seconds > 10 * self._curve[rows]:
             return
         error = seconds - self._curve[rows]
+        weight = _SLOWER if error > 0 else _FASTER
         right = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         left = max(right - 1, 0)
         span = self._rows[right] - self._rows[left]
         share = (rows - self._rows[left]) / span if span else 1.0
-        self._seconds[right] += _MEMORY * share * error
+        self._seconds[right] += weight * share * error
         if left != right:
-            self._seconds[left] += _MEMORY * (1.0 - share) * error
+            self._seconds[left] += weight * (1.0 - share) * error
         self._curve = self._curve_of(len(self._curve) - 1)
 
     def best_size(self, tree: DraftTree) -> int:
@@ -101,7 +110,15 @@ class StepCosts:
         """
         most = min(len(tree), len(self._curve) - 2)
         expected = 1.0 + np.concatenate([np.zeros(1), np.cumsum(tree.probabilities[:most])])
-        return int(np.argmax(expected / self._curve[1 : most + 2]))
+        size = int(np.argmax(expected / self._curve[1 : most + 2]))
+        self._plain_in_a_row = self._plain_in_a_row + 1 if most and not size else 0
+        if self._plain_in_a_row > _EXPLORE_EVERY:
+            self._plain_in_a_row = 0
+            return min(most, _EXPLORE_NODES)
+        return size
 
     def _curve_of(self, most: int) -> NDArray[np.float64]:
-        return np.interp(np.arange(most + 1), self._rows, np.maximum.accumulate(self._seconds))
+        # A larger step costs no less than a smaller one; and where a smaller one was measured in a bad moment, the
+        # larger one is the better witness.
+        seconds = np.minimum.accumulate(self._seconds[::-1])[::-1]
+        return np.interp(np.arange(most + 1), self._rows, seconds)

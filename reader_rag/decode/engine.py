@@ -328,9 +328,11 @@ class GenerationStream(Iterator[Chunk]):
     def _begin(self) -> None:
         """Index the texts, prefill the prompt, emit its first token."""
         started = time.perf_counter()
-        if self._drafts and self._engine.costs is None and self._engine.target.fixed is None:
-            self._engine.costs = StepCosts.measure(self._engine.target, self._engine.draft.max_nodes)
-            started = time.perf_counter()
+        if self._drafts and self._engine.target.fixed is None:
+            costs = self._engine.costs
+            if costs is None or costs.max_nodes < self._draft.max_nodes:
+                self._engine.costs = StepCosts.measure(self._engine.target, self._draft.max_nodes)
+                started = time.perf_counter()
         state = self._state = _State(self._engine, self._prompt, self._passages, self._draft, self._max_tokens)
         logits = self._engine.target.prefill(self._prompt.token_ids, state.cache)
         token = self._select(logits, [len(self._prompt.token_ids)])(0)

@@ -51,7 +51,15 @@ class DraftTree:
         n = len(tokens)
         depths = np.arange(1, n + 1, dtype=np.int32)
         none = np.zeros(n, np.int32)
-        return cls(np.array(tokens, np.int32), depths - 2, depths, probability**depths, none, none, none)
+        return cls(
+            np.array(tokens, np.int32),
+            depths - 2,
+            depths,
+            np.power(probability, depths, dtype=np.float64),
+            none,
+            none,
+            none,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)

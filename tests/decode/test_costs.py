@@ -31,7 +31,7 @@ def test_times_between_measured_sizes_are_interpolated() -> None:
 
 def test_a_larger_step_is_never_taken_to_be_cheaper() -> None:
     costs = StepCosts([1, 2, 3], [2.0, 1.0, 3.0])
-    assert costs.seconds[1:].tolist() == [2.0, 2.0, 3.0]
+    assert costs.seconds[1:].tolist() == [1.0, 1.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,25 @@ def test_observations_move_the_nearest_sizes() -> None:
     assert costs.seconds[9] == pytest.approx(3.0, abs=1e-3)
     assert costs.seconds[1] == 1.0
     assert costs.seconds[5] == pytest.approx(2.0, abs=1e-3)
+
+
+def test_a_faster_step_is_believed_sooner_than_a_slower_one() -> None:
+    costs = StepCosts([1, 2], [1.0, 2.0])
+    costs.observe(2, 3.0)
+    assert costs.seconds[2] == pytest.approx(2.05)
+    costs.observe(2, 1.05)
+    assert costs.seconds[2] == pytest.approx(1.55)
+
+
+def test_a_bad_measurement_is_found_out() -> None:
+    costs = StepCosts([1, 5], [1.0, 100.0])  # a stalled moment made drafts look hopeless
+    tree = _chain(0.9, 0.8, 0.7, 0.6)
+    sizes = []
+    for _ in range(400):
+        sizes.append(costs.best_size(tree))
+        costs.observe(sizes[-1] + 1, 1.1 if sizes[-1] else 1.0)
+    assert sizes[0] == 0
+    assert sizes[-1] == 4
 
 
 def test_a_stall_of_the_machine_is_not_learned() -> None:

@@ -160,9 +160,17 @@ def test_an_index_with_more_places_than_the_builder_has_room_for_is_refused() ->
         TreeBuilder(max_occurrences=10).build(index)
 
 
+def test_tokens_that_fall_into_one_slot_of_a_hash_table_are_told_apart() -> None:
+    text = [0, 1, 2, 0, 3, 1, 0, 2, 3, 0, 1, 3, 0, 2, 1, 0, 4, 0, 1, 2, 0, 3, 0]
+    small, large = build(ContextIndex(text)), build(ContextIndex([token << 20 for token in text]))
+    assert len(small) == 64
+    assert large.tokens.tolist() == [token << 20 for token in small.tokens.tolist()]
+    assert large.parents.tolist() == small.parents.tolist()
+
+
 # Against a twin in plain Python
 
-texts = st.lists(st.integers(0, 4), max_size=60)
+texts = st.one_of(st.lists(st.integers(0, 4), max_size=60), st.lists(st.integers(0, 4), min_size=30, max_size=60))
 passages = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=15), max_size=3)
 strides = st.sampled_from([1, 1 << 20])
 """What token ids are multiplied with; multiples of a large power of two all fall into one slot of a hash table."""

@@ -15,7 +15,11 @@ from reader_rag.draft.kernels import BACKWARD_LIMIT
 PLENTY = 1024
 """More places than any text here has, so that none is left out."""
 
-small_texts = st.lists(st.integers(0, 3), max_size=90)
+small_texts = st.one_of(
+    st.lists(st.integers(0, 3), max_size=90),
+    st.lists(st.integers(0, 3), min_size=40, max_size=90),
+    st.lists(st.integers(0, 1), min_size=40, max_size=90),
+)
 
 
 def in_sequence(index: ContextIndex) -> list[tuple[int, int]]:
