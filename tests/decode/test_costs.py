@@ -75,7 +75,7 @@ def test_a_faster_step_is_believed_sooner_than_a_slower_one() -> None:
 
 
 def test_a_bad_measurement_is_found_out() -> None:
-    costs = StepCosts([1, 5], [1.0, 100.0])  # a stalled moment made drafts look hopeless
+    costs = StepCosts([1, 2, 3, 5], [1.0, 100.0, 100.0, 100.0])  # a stalled moment made drafts look hopeless
     tree = _chain(0.9, 0.8, 0.7, 0.6)
     sizes = []
     for _ in range(400):
