@@ -102,7 +102,8 @@ def ingest(
     file that can no longer be read keeps its last good content and is reported.
 
     Args:
-        paths: Folders and files, or one of them. Hidden files and folders inside are passed over, links to folders not followed.
+        paths: Folders and files, or one of them. Hidden files and folders inside are passed over, and links to
+            folders not followed.
         store_dir: Folder of the store, made when there is something to put in.
         embed_model: The model that the store is for.
         chunk_tokens: Longest chunk, in the embedding's tokens; None takes 256 or the model's limit if that is less.

@@ -1,0 +1,255 @@
+"""`reader-rag`: documents in, answers with their sources out.
+
+Everything heavy is imported inside the commands: help comes at once, and `reader-rag bench` runs where LlamaIndex and
+FAISS are not installed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from reader_rag import __version__
+from reader_rag.bench.commands import app as bench_app
+from reader_rag.ui.errors import OneLineErrors
+from reader_rag.ui.terminal import ingest_progress, output, quiet_libraries, status
+
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    help="Answers from your documents, by a local model that copies what it quotes.",
+    epilog="Example: reader-rag demo",
+    context_settings=_CONTEXT,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(
+    help="The models that are known by a short name.", epilog="Example: reader-rag models list", no_args_is_help=True
+)
+app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
+
+Store = Annotated[Path, typer.Option("--store", help="Folder of the document store.", show_default=False)]
+Model = Annotated[str, typer.Option("--model", help="LLM: alias, local folder or hub id.")]
+EmbedModel = Annotated[str, typer.Option("--embed-model", help="Embedding model: alias, local folder or hub id.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype", help="auto, float32, bfloat16 or float16, for the LLM. auto: 16 bits on a GPU, else float32."
+    ),
+]
+Exact = Annotated[
+    str, typer.Option("--exactness", help="fast, or strict: the same tokens as plain decoding in 16 bits too.")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with a model. Only for sources you trust.")
+]
+TopK = Annotated[int, typer.Option("--top-k", min=1, help="Most passages to retrieve.")]
+Cutoff = Annotated[
+    float | None, typer.Option("--cutoff", help="Least similarity of a passage, -1 to 1.", show_default="any")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer.")]
+
+_MODEL = "smollm2-135m"
+_EMBED_MODEL = "minilm"
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"reader-rag {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks and the libraries' warnings; may stand anywhere.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Answers from your documents, by a local model that copies what it quotes."""
+    if not debug:
+        quiet_libraries()
+
+
+@app.command(epilog="Example: reader-rag ingest ~/papers notes.md --store ~/papers-store")
+def ingest(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Folders and files; PDF and office files need the extra 'files'.")
+    ],
+    store: Store,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option("--chunk-tokens", help="Longest passage, in the embedding's tokens.", show_default="256 or less"),
+    ] = None,
+    chunk_overlap: Annotated[int, typer.Option("--chunk-overlap", help="Tokens that neighbours share.")] = 32,
+    embed_model: EmbedModel = _EMBED_MODEL,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Bring a store up to date with files on disk.
+
+    New and changed files go in, files that are gone from a named folder go out, the rest stays. Exit status: 0 if every
+    file could be used, 2 if some were skipped (they are listed with reasons), 1 if nothing was done.
+    """
+    from reader_rag.rag.ingest import ingest as ingest_files
+    from reader_rag.ui.loading import ModelOptions
+    from reader_rag.ui.show import show_ingest
+
+    models = ModelOptions(embed_model=embed_model, device=device, trust_remote_code=trust_remote_code)
+    embedding = models.load_embedding()
+    with ingest_progress() as progress:
+        report = ingest_files(
+            paths,
+            store,
+            embed_model=embedding,
+            chunk_tokens=chunk_tokens,
+            chunk_overlap=chunk_overlap,
+            progress=progress,
+        )
+    show_ingest(output(), report, store)
+    if not report.ok:
+        raise typer.Exit(2)
+
+
+@app.command(epilog='Example: reader-rag ask "Who wrote the report?" --store ~/papers-store --compare')
+def ask(
+    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    store: Store,
+    top_k: TopK = 4,
+    cutoff: Cutoff = None,
+    max_tokens: MaxTokens = 256,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Decode the same prompt plainly too, and compare. In float32 unless --dtype is given."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    model: Model = _MODEL,
+    embed_model: EmbedModel = _EMBED_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    exactness: Exact = "fast",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Answer a question from a store: the answer, the passages behind it, what was copied from where, and counts."""
+    from reader_rag.ui.ask import ask as ask_store
+    from reader_rag.ui.loading import ModelOptions
+
+    asked = ask_store(
+        question,
+        store,
+        ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code),
+        top_k=top_k,
+        cutoff=cutoff,
+        max_tokens=max_tokens,
+        compare=compare,
+        console=None if as_json else output(),
+    )
+    if as_json:
+        typer.echo(json.dumps(asked.to_dict()))
+
+
+@app.command(epilog="Example: reader-rag chat --store ~/papers-store")
+def chat(
+    store: Store,
+    top_k: TopK = 4,
+    cutoff: Cutoff = None,
+    max_tokens: MaxTokens = 256,
+    model: Model = _MODEL,
+    embed_model: EmbedModel = _EMBED_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    exactness: Exact = "fast",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Talk about the documents of a store. Ctrl-C stops an answer; /sources, /stats, /reset, /help, /quit."""
+    from reader_rag.rag.engines import make_chat_engine, open_store
+    from reader_rag.ui.answers import recorded
+    from reader_rag.ui.chat import ChatSession
+    from reader_rag.ui.loading import ModelOptions
+
+    models = ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code)
+    embedding = models.load_embedding()
+    with open_store(store, embedding) as documents:
+        llm, recorder = recorded(models.load_llm(max_tokens))
+        engine = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff)
+        ChatSession(engine, recorder, output()).run()
+
+
+@app.command(epilog="Example: reader-rag demo --max-tokens 64")
+def demo(
+    question: Annotated[
+        str | None, typer.Option("--question", help="Ask this instead.", show_default="a prepared one")
+    ] = None,
+    max_tokens: MaxTokens = 256,
+    workdir: Annotated[
+        Path | None,
+        typer.Option(
+            "--workdir", help="Folder for documents and store.", show_default="a folder in the platform's cache"
+        ),
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Folder of the store.", show_default="in --workdir")
+    ] = None,
+    model: Model = _MODEL,
+    embed_model: EmbedModel = _EMBED_MODEL,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16, for the LLM.")] = "float32",
+    exactness: Exact = "fast",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Answer a question about Python's own documentation, and compare with plain decoding.
+
+    Gets the models that are missing. Exit status: 1 if the tokens of the two ways differ where they must not (float32,
+    or --exactness strict).
+    """
+    from reader_rag.demo import QUESTION, run_demo
+    from reader_rag.ui.loading import ModelOptions
+
+    passed = run_demo(
+        output(),
+        ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code),
+        workdir=workdir,
+        store_dir=store,
+        question=QUESTION if question is None else question,
+        max_tokens=max_tokens,
+    )
+    if not passed:
+        raise typer.Exit(1)
+
+
+@models_app.command("list", epilog="Example: reader-rag models list")
+def list_models() -> None:
+    """The models that are known by a short name, and which of them are on this machine."""
+    from reader_rag.models import list_models as statuses
+    from reader_rag.ui.show import show_models
+
+    show_models(output(), statuses())
+
+
+@models_app.command("get", epilog="Example: reader-rag models get smollm2-135m")
+def get_model(name: Annotated[str, typer.Argument(help="Alias or hub id.")]) -> None:
+    """Bring a model to this machine and print its folder, so that it can be used without a network."""
+    from reader_rag.models import get_model as get
+
+    with status(f"looking for {name}") as say:
+        folder = get(name, say)
+    typer.echo(folder)
+
+
+def main() -> None:
+    """Entry point of `reader-rag`."""
+    app(prog_name="reader-rag")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Consoles, progress, and text that is safe to print. Results go to standard output, everything else to error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+_QUIET_ENVIRONMENT = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+_TALKATIVE = ("accelerate", "huggingface_hub", "sentence_transformers", "transformers")
+
+
+def output() -> Console:
+    """The console for results. Where standard output is no terminal it prints neither colours nor control codes."""
+    return Console(highlight=False)
+
+
+def messages() -> Console:
+    """The console for everything that is not a result."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_error(text: str) -> None:
+    """One line on standard error."""
+    messages().print(Text.assemble(("error: ", "bold red"), clean(text)), soft_wrap=True)
+
+
+def print_warning(text: str) -> None:
+    """One line on standard error."""
+    messages().print(Text.assemble(("warning: ", "bold yellow"), clean(text)), soft_wrap=True)
+
+
+def clean(text: str) -> str:
+    """Text with each control character replaced by a space: documents must not steer the terminal. Keeps its length."""
+    return _CONTROL.sub(" ", text)
+
+
+def one_line(text: str) -> str:
+    """Text with every run of white space, line ends included, as one space."""
+    return " ".join(text.split())
+
+
+def quiet_libraries() -> None:
+    """Hold back the progress bars, warnings and log lines of the libraries underneath. Call it before importing them.
+
+    An environment variable that the user has set stays as it is.
+    """
+    for name, value in _QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal's encoding lacks
+
+
+@contextmanager
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """Show what is being done while it lasts, on a terminal only.
+
+    Args:
+        text: Said at first.
+
+    Yields:
+        A function that says something else.
+    """
+    console = messages()
+    if not _is_lively(console):
+        yield lambda _: None
+        return
+    with console.status(Text(text)) as shown:
+        yield lambda new: shown.update(Text(new))
+
+
+@contextmanager
+def ingest_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar per stage of `ingest`, gone when it ends; none where there is no terminal.
+
+    Yields:
+        What `ingest` takes as `progress`.
+    """
+    console = messages()
+    if not _is_lively(console):
+        yield lambda stage, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        names = {"read": "reading files", "embed": "embedding chunks"}
+        tasks = {stage: progress.add_task(name, visible=False) for stage, name in names.items()}
+
+        def show(stage: str, done: int, total: int) -> None:
+            progress.update(tasks[stage], completed=done, total=total, visible=total > 0)
+
+        yield show
+
+
+def _is_lively(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal
