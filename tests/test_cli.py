@@ -569,7 +569,7 @@ def real_llm(real_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_real_answer_cites_its_file_and_equals_plain_decoding(real_store: Path, real_llm: None) -> None:
     question = "Quote the sentence about the heron."
-    result = _run("ask", question, "--store", real_store, "--json", "--compare", "--max-tokens", "40", "--top-k", "2")
+    result = _run("ask", question, "--store", real_store, "--json", "--compare", "--max-tokens", "24", "--top-k", "2")
     report = json.loads(result.stdout)
     assert result.stderr == ""
     assert Path(report["sources"][0]["file"]).name == "heron.txt"
