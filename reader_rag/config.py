@@ -10,6 +10,8 @@ from reader_rag.errors import ConfigError
 
 Exactness = Literal["fast", "strict"]
 
+_LEAST_TEMPERATURE = 1e-4
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -77,6 +79,10 @@ class GenerationConfig:
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0.0,
             f"temperature must be a number of at least 0, not {self.temperature}",
+        )
+        _require(
+            self.temperature == 0.0 or self.temperature >= _LEAST_TEMPERATURE,
+            f"temperature {self.temperature} divides logits beyond float32; use 0 for greedy decoding",
         )
         _require(self.top_k >= 0, f"top_k must be at least 0 (0: all tokens), not {self.top_k}")
         _require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], not {self.top_p}")

@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     from reader_rag.decode.engine import Engine
+
+# The same examples every time, and no clock: the first call of a kernel compiles it.
+settings.register_profile("reader_rag", deadline=None, derandomize=True)
+settings.load_profile("reader_rag")
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 MERGES = ["t h", "th e", "i n", "e r", "a n", "o n", "r e", "Ġ the", "Ġ a", "Ġ o", "Ġo f", "Ġ in", "e n", "a t", "e s"]

@@ -143,13 +143,17 @@ class Provenance:
         return start >= end and not self._texts[passage_id][end:start].strip()
 
     def _close(self, run: tuple[str, int, int, int, int] | None, text: str, spans: list[CopiedSpan]) -> None:
-        """Add what is equal on both sides of a run, from its start on and blanks at its ends left out, to `spans`.
+        """Add what is equal on both sides of a run, blanks at its ends left out, to `spans`.
 
-        The end may differ: a stop string cuts a token in two.
+        The end may differ: a stop string cuts a token in two. The start may lie further left: the match that the draft
+        was made from began before its first drafted token.
         """
         if run is None:
             return
         passage_id, start, end, begin, stop = run
+        floor = spans[-1].text_end if spans else 0
+        while start > 0 and begin > floor and self._texts[passage_id][start - 1] == text[begin - 1]:
+            start, begin = start - 1, begin - 1
         source, answer = self._texts[passage_id][start:end], text[begin:stop]
         start += len(source) - len(source.lstrip())
         begin += len(answer) - len(answer.lstrip())

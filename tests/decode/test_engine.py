@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from costs_stub import EverythingPays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -27,18 +28,6 @@ from reader_rag.errors import ConfigError, PromptError, UnsupportedModelError
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 END = 0
 WINDOW = 128
-
-
-class EverythingPays:
-    """Costs under which every drafted node is verified, so that nothing depends on the clock."""
-
-    max_nodes = 1024
-
-    def best_size(self, tree: DraftTree) -> int:
-        return len(tree)
-
-    def observe(self, rows: int, seconds: float) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
