@@ -24,7 +24,7 @@ from reader_rag.decode.select import Selector, make_selector
 from reader_rag.decode.selftest import keeps_bits, verifies_trees
 from reader_rag.decode.step import FixedShape, Target
 from reader_rag.decode.text import TextAssembler
-from reader_rag.decode.types import Chunk, FinishReason, Generation, Passage, Prompt, Stats
+from reader_rag.decode.types import Chunk, CopiedSpan, FinishReason, Generation, Passage, Prompt, Stats
 from reader_rag.decode.walk import walk
 from reader_rag.draft.builder import TreeBuilder
 from reader_rag.draft.context import ContextIndex
@@ -258,7 +258,7 @@ class GenerationStream(Iterator[Chunk]):
         self._state: _State | None = None
         self._closed = False
         self._busy = threading.Lock()
-        self._copied = Generation("", (), "length", Stats()).copied
+        self._copied: tuple[CopiedSpan, ...] = ()
         self._text = TextAssembler(engine.tokenizer, generation.stop, prompt.token_ids[-_TOKENS_BEFORE:])
 
     def __next__(self) -> Chunk:
