@@ -9,6 +9,7 @@ from typing import Literal
 from reader_rag.errors import ConfigError
 
 Exactness = Literal["fast", "strict"]
+Forward = Literal["auto", "torch"]
 
 _LEAST_TEMPERATURE = 1e-4
 

@@ -28,7 +28,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.schema import BaseNode, NodeWithScore
 
-from reader_rag.config import DraftConfig, Exactness, GenerationConfig
+from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
 from reader_rag.decode.types import Chunk, Generation, Passage, Prompt
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.hooks import ContextHooks, passages_from
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from reader_rag.decode.engine import Engine, GenerationStream
 
 # Settings that an engine was made with; they cannot be given again for an engine that exists.
-_ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "trust_remote_code"})
+_ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "forward", "trust_remote_code"})
 
 # What LlamaIndex's own parts pass to any LLM and what means nothing to a local one: HTTP headers
 # (DocumentContextExtractor).
@@ -88,6 +88,7 @@ class ReaderLLM(ContextHooks, CustomLLM):
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: "auto", "cpu", "cuda" or "cuda:N".
         exactness: "fast", or "strict" for the bits of plain decoding in 16-bit types.
+        forward: "auto", or "torch" to have the model's own `forward` called where compiled loops would be faster.
         trust_remote_code: Run code that comes with the model.
         max_nodes: Most drafted tokens per step; 0 decodes plainly.
         speculate: False decodes plainly.
@@ -115,6 +116,7 @@ class ReaderLLM(ContextHooks, CustomLLM):
     dtype: str = Field(default="auto", frozen=True)
     device: str = Field(default="auto", frozen=True)
     exactness: Exactness = Field(default="fast", frozen=True)
+    forward: Forward = Field(default="auto", frozen=True)
     trust_remote_code: bool = Field(default=False, frozen=True)
     max_nodes: int = DraftConfig().max_nodes
     speculate: bool = True
@@ -305,6 +307,7 @@ class ReaderLLM(ContextHooks, CustomLLM):
             device=self.device,
             draft=replace(self._draft, max_nodes=self.max_nodes),
             exactness=self.exactness,
+            forward=self.forward,
             trust_remote_code=self.trust_remote_code,
         )
 

@@ -45,6 +45,9 @@ def generate(
     max_nodes: Annotated[int | None, typer.Option(min=0, help="Most nodes of a draft tree.")] = None,
     batch: Annotated[str, typer.Option(help="Prompts decoded at once; this version decodes one.")] = "1",
     exactness: Annotated[str, typer.Option(help="fast or strict.")] = "fast",
+    forward: Annotated[
+        str, typer.Option(help="auto, or torch: call the model's own forward where compiled loops know it.")
+    ] = "auto",
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus of the sampling.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -62,7 +65,7 @@ def generate(
     wanted = [c for c in categories.split(",") if c]
     generation = GenerationConfig(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     draft = None if max_nodes is None else DraftConfig(max_nodes=max_nodes)
-    engine = _engine(model, dtype, device, exactness, draft, random_weights=replay is not None)
+    engine = _engine(model, dtype, device, exactness, forward, draft, random_weights=replay is not None)
     tasks = _tasks(engine, prompts, replay, wanted, limit, generation)
     console = _console()
     report = compare(engine, tasks, [m for m in methods.split(",") if m], console)
@@ -72,7 +75,9 @@ def generate(
         _print(report)
 
 
-def _engine(model: str, dtype: str, device: str, exactness: str, draft: Any, *, random_weights: bool) -> Engine:
+def _engine(
+    model: str, dtype: str, device: str, exactness: str, forward: str, draft: Any, *, random_weights: bool
+) -> Engine:
     from reader_rag.decode.engine import Engine
 
     if model.endswith(".json"):
@@ -80,8 +85,15 @@ def _engine(model: str, dtype: str, device: str, exactness: str, draft: Any, *, 
             raise ConfigError(f"--model {model}: random weights answer nothing; use a configuration with --replay")
         from reader_rag.bench.random_weights import engine_from_config
 
-        return engine_from_config(Path(model), dtype, device, exactness, draft)
-    return Engine.load(model, dtype=dtype, device=device, draft=draft, exactness=exactness)  # type: ignore[arg-type]
+        return engine_from_config(Path(model), dtype, device, exactness, forward, draft)
+    return Engine.load(
+        model,
+        dtype=dtype,
+        device=device,
+        draft=draft,
+        exactness=exactness,  # type: ignore[arg-type]
+        forward=forward,  # type: ignore[arg-type]
+    )
 
 
 def _tasks(

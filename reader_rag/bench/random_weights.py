@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from reader_rag.config import DraftConfig, Exactness
+from reader_rag.config import DraftConfig, Exactness, Forward
 from reader_rag.decode.engine import Engine
 from reader_rag.errors import ModelError
 from reader_rag.models import resolve_device, resolve_dtype
@@ -26,7 +26,9 @@ class _NoText:
         return ""
 
 
-def engine_from_config(path: Path, dtype: str, device: str, exactness: str, draft: DraftConfig | None) -> Engine:
+def engine_from_config(
+    path: Path, dtype: str, device: str, exactness: str, forward: str, draft: DraftConfig | None
+) -> Engine:
     """An engine over a model made from a configuration file alone.
 
     Args:
@@ -34,6 +36,7 @@ def engine_from_config(path: Path, dtype: str, device: str, exactness: str, draf
         dtype: As in `Engine.load`.
         device: As in `Engine.load`.
         exactness: As in `Engine.load`.
+        forward: As in `Engine.load`.
         draft: As in `Engine.load`.
 
     Raises:
@@ -48,5 +51,10 @@ def engine_from_config(path: Path, dtype: str, device: str, exactness: str, draf
         raise ModelError(f"{path} is not the configuration of a causal language model: {cause}") from cause
     tokenizer = cast(PreTrainedTokenizerBase, _NoText())
     return Engine(
-        model, tokenizer, draft=draft, exactness=cast(Exactness, exactness), name=path.parent.name or str(path)
+        model,
+        tokenizer,
+        draft=draft,
+        exactness=cast(Exactness, exactness),
+        forward=cast(Forward, forward),
+        name=path.parent.name or str(path),
     )

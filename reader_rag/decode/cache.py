@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -111,8 +113,38 @@ class TreeCache(Cache):
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
+        self.capacity = capacity
         self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
+        self._arrays: tuple[NDArray[Any], NDArray[Any]] | None = None
         super().__init__(layers=list(self.tree_layers))
+
+    @classmethod
+    def in_one_piece(cls, layers: int, capacity: int, heads: int, width: int, dtype: torch.dtype) -> TreeCache:
+        """A cache in the CPU's memory whose layers are slices of two arrays (see `arrays`).
+
+        Args:
+            layers: Number of layers.
+            capacity: Most positions.
+            heads: Key heads.
+            width: Of a head.
+            dtype: float32 or bfloat16.
+        """
+        cache = cls(layers, capacity)
+        # As bits where NumPy knows no such type. Zeros: see `TreeLayer.lazy_initialization`.
+        stored = np.uint16 if dtype == torch.bfloat16 else np.float32
+        keys, values = (np.zeros((layers, heads, capacity, width), stored) for _ in range(2))
+        for n, layer in enumerate(cache.tree_layers):
+            layer.keys = torch.from_numpy(keys[n : n + 1]).view(dtype)
+            layer.values = torch.from_numpy(values[n : n + 1]).view(dtype)
+            layer.is_initialized = True
+        cache._arrays = keys, values
+        return cache
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values of a cache `in_one_piece`, [layers, heads, capacity, width], float32 or bfloat16 bits."""
+        assert self._arrays is not None
+        return self._arrays
 
     @property
     def length(self) -> int:
@@ -137,6 +169,15 @@ class TreeCache(Cache):
             rows: Indexes into the pass's input.
         """
         leading = rows == list(range(len(rows)))
+        if self._arrays is not None:
+            start, count = self.length, len(rows)
+            if not leading:
+                moved = np.array(rows) + start
+                for array in self._arrays:
+                    array[:, :, start : start + count] = array[:, :, moved]
+            for layer in self.tree_layers:
+                layer.length += count
+            return
         for layer in self.tree_layers:
             if not layer.is_initialized:
                 layer.length += len(rows)  # a layer that shares another's keys writes nothing of its own

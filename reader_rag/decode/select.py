@@ -28,7 +28,9 @@ class Selector(Protocol):
 
 def greedy(logits: torch.Tensor, positions: list[int]) -> Callable[[int], int]:
     """The most probable token everywhere (of equal ones, the first)."""
-    tokens: list[int] = logits.argmax(-1).tolist()
+    # On the CPU NumPy's argmax: the threads that PyTorch would wake spin for a while, in the way of the next step's.
+    alike = logits.device.type == "cpu" and logits.dtype == torch.float32
+    tokens: list[int] = (logits.numpy() if alike else logits).argmax(-1).tolist()
     return tokens.__getitem__
 
 

@@ -54,21 +54,27 @@ def verifies_trees(target: Target) -> bool:
 
 
 def keeps_bits(target: Target) -> bool:
-    """Whether, in fixed shapes, a chain's logits are bit for bit those of plain decoding.
+    """Whether a draft's logits are bit for bit those of plain decoding.
 
-    Some kernels compute a row differently depending on its neighbours; with those, `strict` cannot be kept.
+    Some kernels compute a row differently depending on its neighbours; with those, `strict` cannot be kept. In fixed
+    shapes a chain is tried, since no tree is ever verified in them; without, a tree.
     """
-    assert target.fixed is not None
-    length = min(target.fixed.width - 1, 8)
-    tokens = _tokens(target, _PROMPT + 1 + length)
+    tokens = _tokens(target, _PROMPT + 9)
     prompt, root, draft = tokens[:_PROMPT], tokens[_PROMPT], tokens[_PROMPT + 1 :]
-    drafted = target.new_cache(len(tokens), length)
+    if target.fixed is None:
+        tree, paths = _forest(draft[:6]), [[0, 1, 3, 5], [0, 2, 4, 6]]
+    else:
+        draft = draft[: target.fixed.width - 1]
+        tree, paths = DraftTree.from_chain(draft), [list(range(len(draft) + 1))]
+    drafted = target.new_cache(len(tokens), len(tree))
     target.prefill(prompt, drafted)
-    got = target.verify(root, DraftTree.from_chain(draft), drafted)
-    plain = target.new_cache(len(tokens), 0)
-    target.prefill(prompt, plain)
-    for row, token in enumerate([root, *draft]):
-        if not torch.equal(target.verify(token, DraftTree.empty(), plain)[0], got[row]):
-            return False
-        plain.keep([0])
+    got = target.verify(root, tree, drafted)
+    for path in paths:
+        plain = target.new_cache(len(tokens), 0)
+        target.prefill(prompt, plain)
+        for row in path:
+            token = root if row == 0 else int(tree.tokens[row - 1])
+            if not torch.equal(target.verify(token, DraftTree.empty(), plain)[0], got[row]):
+                return False
+            plain.keep([0])
     return True

@@ -1,4 +1,7 @@
-"""One forward pass of the target over a draft tree, on unpatched `transformers` models."""
+"""One forward pass of the target over a draft tree, on unpatched `transformers` models.
+
+On the CPU, models of a known shape are computed by `CpuForward` instead of their own `forward`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from reader_rag.config import Forward
 from reader_rag.decode.cache import TreeCache
+from reader_rag.decode.cpu_forward import CpuForward
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import UnsupportedModelError
 
@@ -53,14 +58,20 @@ class Target:
     Args:
         model: A causal language model of `transformers`, in eval mode.
         fixed: Shapes to keep to; None lets every pass have the shape it needs.
+        forward: "auto" computes models that `CpuForward` knows with it; "torch" always calls the model itself.
+
+    Attributes:
+        cpu: The model in compiled loops, or None where its own `forward` is called.
+        fixed: As given; None with `cpu`, whose rows are independent of each other in any shape.
 
     Raises:
         UnsupportedModelError: The model keeps state that cannot be rewound, or its attention takes no tree mask.
     """
 
-    def __init__(self, model: PreTrainedModel, fixed: FixedShape | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, fixed: FixedShape | None = None, forward: Forward = "auto") -> None:
         self.model = model
-        self.fixed = fixed
+        self.cpu = CpuForward.of(model) if forward == "auto" else None
+        self.fixed = None if self.cpu is not None else fixed
         self.config: Any = model.config.get_text_config(decoder=True)
         kind = getattr(self.config, "model_type", type(model).__name__)
         if getattr(model, "_is_stateful", False) or not hasattr(self.config, "num_hidden_layers"):
@@ -97,6 +108,8 @@ class Target:
         capacity = positions + max_nodes + 1
         if self.fixed is not None:
             capacity = self.fixed.shown(positions)
+        if self.cpu is not None:
+            return TreeCache.in_one_piece(self.cpu.layers, capacity, self.cpu.heads, self.cpu.width, self.cpu.dtype)
         return TreeCache(self.config.num_hidden_layers, capacity)
 
     @torch.inference_mode()
@@ -110,6 +123,8 @@ class Target:
         Returns:
             Logits after the last token, [1, vocabulary].
         """
+        if self.cpu is not None and self.cpu.prefills_faster:
+            return self._prefill_on_cpu(self.cpu, np.array(token_ids, np.int64), cache)
         ids = torch.tensor([list(token_ids)], device=self.device)
         cache.show(None)
         logits = torch.empty(0)
@@ -121,6 +136,16 @@ class Target:
             ).logits
             cache.keep(list(range(chunk.shape[1])))
         return logits[0, -1:]
+
+    def _prefill_on_cpu(self, cpu: CpuForward, tokens: NDArray[np.int64], cache: TreeCache) -> torch.Tensor:
+        logits = torch.empty(0)
+        for start in range(0, len(tokens), cpu.chunk):
+            chunk = tokens[start : start + cpu.chunk]
+            order = np.arange(len(chunk))
+            paths = np.broadcast_to(order.astype(np.int32), (len(chunk), len(chunk))).copy()
+            logits = cpu(chunk, order, paths, cache, first_logits=len(chunk) - 1)
+            cache.keep(order.tolist())
+        return logits
 
     @torch.inference_mode()
     def verify(self, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
@@ -134,6 +159,8 @@ class Target:
         Returns:
             Logits [1 + nodes, vocabulary], after the root and after each node.
         """
+        if self.cpu is not None:
+            return self._verify_on_cpu(self.cpu, root, tree, cache)
         rows = len(tree) + 1
         tokens = np.concatenate([np.array([root], np.int64), tree.tokens])
         depths = np.concatenate([np.zeros(1, np.int64), tree.depths])
@@ -154,6 +181,11 @@ class Target:
             use_cache=True,
         ).logits
         return logits[0, :rows]
+
+    def _verify_on_cpu(self, cpu: CpuForward, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
+        tokens = np.concatenate([np.array([root], np.int64), tree.tokens])
+        depths = np.concatenate([np.zeros(1, np.int64), tree.depths])
+        return cpu(tokens, depths, tree.paths, cache)
 
     def _mask(
         self, visible: NDArray[np.bool_], depths: NDArray[np.int64], committed: int, shown: int

@@ -400,3 +400,25 @@ def ancestor_mask(parents: Any) -> Any:
         mask[i, : parent + 1] = mask[parent, : parent + 1]
         mask[i, i] = True
     return mask
+
+
+@njit(cache=True, nogil=True)
+def paths(parents: Any, depths: Any) -> Any:
+    """The rows from the root to each node.
+
+    Args:
+        parents: int32 [nodes], -1: the root; parents come before children.
+        depths: int32 [nodes].
+
+    Returns:
+        int32 [nodes + 1, deepest + 1]; row 0 is the root; zeros behind a path's end.
+    """
+    deepest = 0
+    for depth in depths:
+        deepest = max(deepest, depth)
+    rows = np.zeros((parents.shape[0] + 1, deepest + 1), np.int32)
+    for i in range(1, rows.shape[0]):
+        depth = depths[i - 1]
+        rows[i, :depth] = rows[parents[i - 1] + 1, :depth]
+        rows[i, depth] = i
+    return rows

@@ -71,6 +71,15 @@ class DraftTree:
         return mask
 
     @cached_property
+    def paths(self) -> NDArray[np.int32]:
+        """int32 [nodes + 1, deepest + 1]: the rows from the root to each row, itself included; row 0 is the root.
+
+        A row's path has as many entries as its depth plus one; what follows means nothing.
+        """
+        paths: NDArray[np.int32] = kernels.paths(self.parents, self.depths)
+        return paths
+
+    @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
         return {
             (parent, token): node

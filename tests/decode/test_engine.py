@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.config import DraftConfig, Forward, GenerationConfig
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.types import Chunk, Generation, Passage, Prompt
 from reader_rag.draft import DraftTree
@@ -451,6 +451,11 @@ def test_an_unknown_exactness_is_refused(letters: PreTrainedTokenizerFast) -> No
         Engine(make_model(), letters, exactness="exact")  # type: ignore[arg-type]
 
 
+def test_an_unknown_forward_is_refused(letters: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match="forward must be 'auto' or 'torch', not 'onnx'"):
+        Engine(make_model(), letters, forward="onnx")  # type: ignore[arg-type]
+
+
 # Many streams
 
 
@@ -490,12 +495,15 @@ def test_one_stream_may_be_read_by_several_threads(engine: Engine) -> None:
 # Strict
 
 
+@pytest.mark.parametrize("forward", ["auto", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_strict_answers_are_equal_to_the_last_bit(letters: PreTrainedTokenizerFast, dtype: torch.dtype) -> None:
+def test_strict_answers_are_equal_to_the_last_bit(
+    letters: PreTrainedTokenizerFast, dtype: torch.dtype, forward: Forward
+) -> None:
     model = make_model(dtype)
     model.config.max_position_embeddings = 1024
     try:
-        strict = Engine(model, letters, exactness="strict")
+        strict = Engine(model, letters, exactness="strict", forward=forward)
     except UnsupportedModelError as refusal:
         pytest.skip(str(refusal))
     prompt = strict.encode("abcdefgh" * 29)  # decoding crosses the end of the first 256 positions

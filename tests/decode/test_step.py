@@ -126,7 +126,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_tree_logits_are_those_of_plain_text_along_every_path(name: str, attention: str) -> None:
     model = make_model(name, CONFIGS[name], attention)
-    target = Target(model)
+    target = Target(model, forward="torch")
     text = random_tokens(2, 30)  # longer than the windows
     cache = target.new_cache(60, 12)
     assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
@@ -162,7 +162,7 @@ def test_a_node_that_saw_another_branch_would_show(name: str) -> None:
 def test_a_prompt_may_be_prefilled_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "PREFILL_CHUNK", 7)
     model = make_model(name, CONFIGS[name])
-    target, text = Target(model), random_tokens(3, 40)
+    target, text = Target(model, forward="torch"), random_tokens(3, 40)
     cache = target.new_cache(50, 4)
     assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
     assert cache.length == 40
@@ -171,7 +171,7 @@ def test_a_prompt_may_be_prefilled_in_chunks(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_the_self_test_passes_models_that_verify(name: str) -> None:
-    assert verifies_trees(Target(make_model(name, CONFIGS[name], "eager")))
+    assert verifies_trees(Target(make_model(name, CONFIGS[name], "eager"), forward="torch"))
 
 
 @pytest.mark.parametrize("exactness", ["fast", "strict"])
@@ -240,7 +240,7 @@ def test_no_chain_reaches_a_position_that_plain_decoding_attends_in_another_shap
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPT2"])
 def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
     model = make_model(name, CONFIGS[name]).to(dtype)
-    target = Target(model, FixedShape(width=9, bucket=32))
+    target = Target(model, FixedShape(width=9, bucket=32), forward="torch")
     if not keeps_bits(target):
         pytest.skip("kernels of this machine compute a row by its neighbours, which the engine refuses")
     text, draft = random_tokens(5, 40), random_tokens(6, 5)
@@ -269,7 +269,7 @@ def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dty
 def test_fixed_shapes_compute_what_free_ones_do() -> None:
     model = make_model("Mistral", CONFIGS["Mistral"])
     text = random_tokens(5, 40)
-    target = Target(model, FixedShape(width=9, bucket=32))
+    target = Target(model, FixedShape(width=9, bucket=32), forward="torch")
     cache = target.new_cache(60, 8)
     target.prefill(text, cache)
     logits = target.verify(7, random_tree(0, 3), cache)

@@ -1,0 +1,480 @@
+"""The loops of a decoder layer on the CPU, for a few rows at a time.
+
+PyTorch's matrix products are made for many rows: on a CPU without AVX-512 a product of 8 rows in bfloat16 takes it
+seven times as long as one of 1 row, though both read the same weights, and what it does between products takes as long
+again (docs/benchmarks/README.md). These loops read each weight once for all rows, and nothing lies between them.
+
+Every row is computed by the same instructions in the same order whatever rows stand beside it, and attends to the
+positions of its own path in the order of the text. So a drafted token's numbers are bit for bit those of plain
+decoding. Sums are taken in float32; in bfloat16 they are rounded where PyTorch's modules round.
+
+Arrays of weights, keys and values are float32, or uint16 with the bits of bfloat16. Activations are float32 (with
+values that bfloat16 holds). Arrays of rows have room for a multiple of four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import overload
+
+ROWS_AT_ONCE = 4
+"""Rows of a block; arrays of activations have a multiple of it."""
+
+_LANES = {"reassoc", "contract", "nsz"}
+"""Sums may be taken in vector lanes; infinities and NaNs stay what they are."""
+_FUSED = {"contract", "nsz"}
+"""Sums are taken in the written order."""
+
+
+def widen(value: Any) -> Any:
+    """float32 of a weight: bfloat16 bits (uint16) or float32."""
+    if isinstance(value, np.uint16):
+        return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return value
+
+
+@overload(widen, strict=False)
+def _widen(value: Any) -> Callable[..., Any]:
+    if value == types.uint16:
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+@njit(cache=True)
+def _to_bfloat16(value: Any) -> Any:
+    """The bits of bfloat16, to nearest even, in the upper half of a uint32. A NaN stays one."""
+    bits = np.float32(value).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.uint32(rounded if value == value else np.uint32(0x7FC00000))
+
+
+def rounded(value: Any, like: Any) -> Any:
+    """float32 `value` rounded to the type of `like` (see `widen`), as float32."""
+    if like.dtype == np.uint16:
+        return np.uint32(_to_bfloat16(value)).view(np.float32)
+    return value
+
+
+@overload(rounded, strict=False)
+def _rounded(value: Any, like: Any) -> Callable[..., Any]:
+    if like.dtype == types.uint16:
+        return lambda value, like: np.uint32(_to_bfloat16(value)).view(np.float32)
+    return lambda value, like: value
+
+
+def narrowed(value: Any, like: Any) -> Any:
+    """float32 `value` as an element of `like`."""
+    if like.dtype == np.uint16:
+        return np.uint16(_to_bfloat16(value) >> np.uint32(16))
+    return value
+
+
+@overload(narrowed, strict=False)
+def _narrowed(value: Any, like: Any) -> Callable[..., Any]:
+    if like.dtype == types.uint16:
+        return lambda value, like: np.uint16(_to_bfloat16(value) >> np.uint32(16))
+    return lambda value, like: value
+
+
+@njit(cache=True, fastmath=_LANES, error_model="numpy", nogil=True)
+def _products(a: Any, b: Any, x0: Any, x1: Any, x2: Any, x3: Any) -> Any:
+    """The products of two weight rows with four rows of activations.
+
+    The only place where long sums of products are taken, so that each of them is always the same sum.
+    """
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+    for k in range(x0.shape[0]):
+        wa, wb = widen(a[k]), widen(b[k])
+        a0 += wa * x0[k]
+        a1 += wa * x1[k]
+        a2 += wa * x2[k]
+        a3 += wa * x3[k]
+        b0 += wb * x0[k]
+        b1 += wb * x1[k]
+        b2 += wb * x2[k]
+        b3 += wb * x3[k]
+    return a0, a1, a2, a3, b0, b1, b2, b3
+
+
+@njit(cache=True, fastmath=_LANES, error_model="numpy", nogil=True)
+def _mean_square(row: Any) -> Any:
+    total = np.float32(0)
+    for value in row:
+        total += value * value
+    return total / np.float32(row.shape[0])
+
+
+@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
+def _normalize(row: Any, weight: Any, epsilon: Any, out: Any) -> None:
+    """Root mean square normalisation of one row (arXiv 1910.07467)."""
+    scale = np.float32(1) / np.sqrt(_mean_square(row) + epsilon)
+    for k in range(row.shape[0]):
+        out[k] = rounded(widen(weight[k]) * rounded(row[k] * scale, weight), weight)
+
+
+@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
+def _exp(x: Any) -> Any:
+    """e**x in float32, within two units in the last place; a loop over it becomes vector code."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _greatest(row: Any) -> Any:
+    """The maximum; four at a time, since one at a time waits for the one before."""
+    m0 = m1 = m2 = m3 = row[0]
+    whole = row.shape[0] // 4 * 4
+    for k in range(0, whole, 4):
+        m0 = row[k] if row[k] > m0 else m0
+        m1 = row[k + 1] if row[k + 1] > m1 else m1
+        m2 = row[k + 2] if row[k + 2] > m2 else m2
+        m3 = row[k + 3] if row[k + 3] > m3 else m3
+    for k in range(whole, row.shape[0]):
+        m0 = row[k] if row[k] > m0 else m0
+    return max(max(m0, m1), max(m2, m3))
+
+
+@njit(cache=True, fastmath=_LANES, error_model="numpy", nogil=True)
+def _total(row: Any) -> Any:
+    total = np.float32(0)
+    for value in row:
+        total += value
+    return total
+
+
+@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
+def _exponentials(scores: Any) -> Any:
+    """Softmax without its division: the scores become e**(score - greatest); returns their sum."""
+    greatest = _greatest(scores)
+    for k in range(scores.shape[0]):
+        scores[k] = _exp(scores[k] - greatest)
+    return _total(scores)
+
+
+@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
+def _add_weighted(w: Any, u: Any, values: Any, count: Any, out_w: Any, out_u: Any) -> None:
+    """`out_w += w @ values` and `out_u += u @ values` over `count` positions, a multiple of 8, in their order."""
+    for s in range(0, count, 8):
+        w0, w1, w2, w3, w4, w5, w6, w7 = w[s], w[s + 1], w[s + 2], w[s + 3], w[s + 4], w[s + 5], w[s + 6], w[s + 7]
+        u0, u1, u2, u3, u4, u5, u6, u7 = u[s], u[s + 1], u[s + 2], u[s + 3], u[s + 4], u[s + 5], u[s + 6], u[s + 7]
+        for d in range(out_w.shape[0]):
+            a, b = out_w[d], out_u[d]
+            v = widen(values[s, d])
+            a += w0 * v
+            b += u0 * v
+            v = widen(values[s + 1, d])
+            a += w1 * v
+            b += u1 * v
+            v = widen(values[s + 2, d])
+            a += w2 * v
+            b += u2 * v
+            v = widen(values[s + 3, d])
+            a += w3 * v
+            b += u3 * v
+            v = widen(values[s + 4, d])
+            a += w4 * v
+            b += u4 * v
+            v = widen(values[s + 5, d])
+            a += w5 * v
+            b += u5 * v
+            v = widen(values[s + 6, d])
+            a += w6 * v
+            b += u6 * v
+            v = widen(values[s + 7, d])
+            a += w7 * v
+            b += u7 * v
+            out_w[d], out_u[d] = a, b
+
+
+@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
+def _add_weighted_one(weight: Any, value: Any, out: Any) -> None:
+    """`out += weight * value`."""
+    for d in range(out.shape[0]):
+        out[d] += weight * widen(value[d])
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _two_streams(pair: Any, features: Any) -> Any:
+    """The two features that are computed together, one of each half of the layer.
+
+    A thread that goes through its pairs in order reads two long runs of memory, which the CPU fetches ahead.
+    """
+    n = np.int64(pair)
+    m = n + (features + 1) // 2
+    return n, m if m < features else n
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _pair(weight: Any, pair: Any, bias: Any, x: Any, rows: Any, out: Any) -> None:
+    """Two features of a linear layer, for all rows."""
+    n, m = _two_streams(pair, weight.shape[0])
+    for r in range(0, rows, 4):
+        a0, a1, a2, a3, b0, b1, b2, b3 = _products(weight[n], weight[m], x[r], x[r + 1], x[r + 2], x[r + 3])
+        out[r, n], out[r, m] = rounded(a0 + bias[n], weight), rounded(b0 + bias[m], weight)
+        out[r + 1, n], out[r + 1, m] = rounded(a1 + bias[n], weight), rounded(b1 + bias[m], weight)
+        out[r + 2, n], out[r + 2, m] = rounded(a2 + bias[n], weight), rounded(b2 + bias[m], weight)
+        out[r + 3, n], out[r + 3, m] = rounded(a3 + bias[n], weight), rounded(b3 + bias[m], weight)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def norm_and_project(x: Any, rows: Any, norm: Any, epsilon: Any, normed: Any, weight: Any, bias: Any, out: Any) -> None:
+    """`out = linear(norm(x))`.
+
+    Args:
+        x: [rows up to a multiple of 4, width].
+        rows: How many of them count.
+        norm: [width], weights of the normalisation.
+        epsilon: Of the normalisation, float32.
+        normed: Like `x`; overwritten.
+        weight: [features, width].
+        bias: float32 [features].
+        out: [rows up to a multiple of 4, features].
+    """
+    for r in range(rows):
+        _normalize(x[r], norm, epsilon, normed[r])
+    for pair in prange((weight.shape[0] + 1) // 2):
+        _pair(weight, pair, bias, normed, rows, out)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def norm_and_project_three(
+    x: Any,
+    rows: Any,
+    norm: Any,
+    epsilon: Any,
+    normed: Any,
+    weight_q: Any,
+    weight_k: Any,
+    weight_v: Any,
+    bias_q: Any,
+    bias_k: Any,
+    bias_v: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+) -> None:
+    """Queries, keys and values of `norm(x)`; see `norm_and_project`."""
+    for r in range(rows):
+        _normalize(x[r], norm, epsilon, normed[r])
+    pairs_q, pairs_k = (weight_q.shape[0] + 1) // 2, (weight_k.shape[0] + 1) // 2
+    for pair in prange(pairs_q + pairs_k + (weight_v.shape[0] + 1) // 2):
+        if pair < pairs_q:
+            _pair(weight_q, pair, bias_q, normed, rows, q)
+        elif pair < pairs_q + pairs_k:
+            _pair(weight_k, pair - pairs_q, bias_k, normed, rows, k)
+        else:
+            _pair(weight_v, pair - pairs_q - pairs_k, bias_v, normed, rows, v)
+
+
+_BLOCK = 32
+"""Features of the feed-forward layer that a thread gates at once."""
+
+
+@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
+def _gate(gated: Any, out: Any, like: Any) -> None:
+    """`out = silu(gated) * out`."""
+    for k in range(gated.shape[0]):
+        value = rounded(gated[k], like)
+        value = rounded(value / (np.float32(1) + _exp(-value)), like)
+        out[k] = rounded(value * rounded(out[k], like), like)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def norm_and_gate(
+    x: Any,
+    rows: Any,
+    norm: Any,
+    epsilon: Any,
+    normed: Any,
+    gate: Any,
+    up: Any,
+    bias_gate: Any,
+    bias_up: Any,
+    out: Any,
+) -> None:
+    """`out = silu(gate(norm(x))) * up(norm(x))`; see `norm_and_project`."""
+    for r in range(rows):
+        _normalize(x[r], norm, epsilon, normed[r])
+    blocks = (gate.shape[0] + _BLOCK - 1) // _BLOCK
+    for block in prange(blocks):
+        first = np.int64(block) * _BLOCK
+        count = min(_BLOCK, gate.shape[0] - first)
+        gated = np.empty((rows + 3, _BLOCK), np.float32)
+        for k in range(count):
+            n = first + k
+            for r in range(0, rows, 4):
+                g0, g1, g2, g3, u0, u1, u2, u3 = _products(
+                    gate[n], up[n], normed[r], normed[r + 1], normed[r + 2], normed[r + 3]
+                )
+                gated[r, k], out[r, n] = g0 + bias_gate[n], u0 + bias_up[n]
+                gated[r + 1, k], out[r + 1, n] = g1 + bias_gate[n], u1 + bias_up[n]
+                gated[r + 2, k], out[r + 2, n] = g2 + bias_gate[n], u2 + bias_up[n]
+                gated[r + 3, k], out[r + 3, n] = g3 + bias_gate[n], u3 + bias_up[n]
+        for r in range(rows):
+            _gate(gated[r, :count], out[r, first : first + count], gate)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def project_and_add(values: Any, rows: Any, weight: Any, bias: Any, x: Any) -> None:
+    """`x += linear(values)`; see `norm_and_project`."""
+    for pair in prange((weight.shape[0] + 1) // 2):
+        n, m = _two_streams(pair, weight.shape[0])
+        p = np.empty(8, np.float32)
+        for r in range(0, rows, 4):
+            p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7] = _products(
+                weight[n], weight[m], values[r], values[r + 1], values[r + 2], values[r + 3]
+            )
+            for j in range(4):
+                x[r + j, n] = rounded(x[r + j, n] + rounded(p[j] + bias[n], weight), weight)
+                if m > n:
+                    x[r + j, m] = rounded(x[r + j, m] + rounded(p[4 + j] + bias[m], weight), weight)
+
+
+@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
+def _rotate(head: Any, norm: Any, epsilon: Any, cos: Any, sin: Any, like: Any) -> None:
+    """Normalise a head (where `norm` is not empty) and turn it to its position (arXiv 2104.09864), in place."""
+    if norm.shape[0]:
+        _normalize(head, norm, epsilon, head)
+    half = head.shape[0] // 2
+    for d in range(half):
+        a, b = head[d], head[d + half]
+        head[d] = rounded(rounded(a * cos[d], like) - rounded(b * sin[d], like), like)
+        head[d + half] = rounded(rounded(b * cos[d + half], like) + rounded(a * sin[d + half], like), like)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _score(keys: Any, slots: Any, start: Any, stop: Any, scale: Any, queries: Any, out: Any) -> None:
+    """Scores of four queries at the positions `start` (even) to `stop`, whose keys lie at `slots[position]`."""
+    for n in range(start, stop, 2):
+        m = min(n + 1, stop - 1)
+        a0, a1, a2, a3, b0, b1, b2, b3 = _products(
+            keys[slots[n]], keys[slots[m]], queries[0], queries[1], queries[2], queries[3]
+        )
+        out[0, m], out[1, m], out[2, m], out[3, m] = scale * b0, scale * b1, scale * b2, scale * b3
+        out[0, n], out[1, n], out[2, n], out[3, n] = scale * a0, scale * a1, scale * a2, scale * a3
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _attend_four(
+    q: Any,
+    h: Any,
+    first: Any,
+    queries: Any,
+    group: Any,
+    depths: Any,
+    paths: Any,
+    committed: Any,
+    scale: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+) -> None:
+    """Attention of four queries of key head `h`; query n is head `n % group` of the group in row `n // group`."""
+    width, positions = keys.shape[1], committed + paths.shape[1]
+    count = min(4, queries - first)
+    four = np.zeros((4, width), np.float32)
+    for j in range(count):
+        row, column = (first + j) // group, (h * group + (first + j) % group) * width
+        for d in range(width):
+            four[j, d] = q[row, column + d]
+    slots = np.arange(positions)
+    scores, tail = np.empty((4, positions), np.float32), np.empty((4, positions), np.float32)
+    sums = np.empty(4, np.float32)
+    # The committed positions for all four, then what is left of each one's path. All of it runs through one call: the
+    # compiler makes of one call one loop, which sums a key's products in one order, be it committed or drafted.
+    for part in range(count + 1):
+        j = part - 1
+        start, stop, target = 0, committed, scores
+        if part:
+            row = (first + j) // group
+            start, stop, target = committed // 2 * 2, committed + depths[row] + 1, tail
+            for t in range(depths[row] + 1):
+                slots[committed + t] = committed + paths[row, t]
+        _score(keys, slots, start, stop, scale, four, target)
+        if part:
+            for n in range(committed, stop):
+                scores[j, n] = tail[j, n]
+            sums[j] = _exponentials(scores[j, :stop])
+    mixed = np.zeros((4, width), np.float32)
+    whole = committed // 8 * 8
+    _add_weighted(scores[0], scores[1], values, whole, mixed[0], mixed[1])
+    _add_weighted(scores[2], scores[3], values, whole, mixed[2], mixed[3])
+    for j in range(count):
+        row, column = (first + j) // group, (h * group + (first + j) % group) * width
+        for n in range(whole, committed):
+            _add_weighted_one(scores[j, n], values[n], mixed[j])
+        for t in range(depths[row] + 1):
+            _add_weighted_one(scores[j, committed + t], values[committed + paths[row, t]], mixed[j])
+        for d in range(width):
+            out[row, column + d] = rounded(mixed[j, d] / sums[j], values)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    rows: Any,
+    norm_q: Any,
+    norm_k: Any,
+    epsilon: Any,
+    cos: Any,
+    sin: Any,
+    depths: Any,
+    paths: Any,
+    committed: Any,
+    scale: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+) -> None:
+    """Write the rows' keys and values behind the committed ones, and attend along each row's path.
+
+    Args:
+        q: [rows up to a multiple of 4, heads * width]; overwritten.
+        k: [rows up to a multiple of 4, key heads * width]; overwritten.
+        v: Like `k`.
+        rows: How many of them count.
+        norm_q: [width], or empty where heads are not normalised.
+        norm_k: Like `norm_q`.
+        epsilon: Of that normalisation, float32.
+        cos: float32 [positions, width].
+        sin: float32 [positions, width].
+        depths: int64 [rows], positions relative to `committed`; those of a path are 0, 1, 2, ...
+        paths: int32 [rows, longest], the rows from the first of its path to each row, itself included.
+        committed: Positions before the root; all rows see them.
+        scale: Of the scores, float32.
+        keys: [key heads, capacity, width].
+        values: [key heads, capacity, width].
+        out: [rows up to a multiple of 4, heads * width].
+    """
+    heads, width = keys.shape[0], keys.shape[2]
+    group = q.shape[1] // width // heads
+    for r in range(rows):
+        c, s = cos[committed + depths[r]], sin[committed + depths[r]]
+        for h in range(heads):
+            head = k[r, h * width : (h + 1) * width]
+            _rotate(head, norm_k, epsilon, c, s, keys)
+            for d in range(width):
+                keys[h, committed + r, d] = narrowed(head[d], keys)
+                values[h, committed + r, d] = narrowed(v[r, h * width + d], values)
+        for h in range(heads * group):
+            _rotate(q[r, h * width : (h + 1) * width], norm_q, epsilon, c, s, keys)
+    queries = rows * group
+    fours = (queries + 3) // 4
+    for task in prange(heads * fours):
+        h, four = np.int64(task) // fours, np.int64(task) % fours
+        _attend_four(q, h, 4 * four, queries, group, depths, paths, committed, scale, keys[h], values[h], out)
