@@ -31,19 +31,24 @@ class DraftConfig:
         max_occurrences: Most places in the text that are followed at once; the longest-lived and then the most
             recent ones are kept.
         max_passage_tokens: Bound on text that is searched besides prompt and output; the oldest passage goes first.
+        max_successors: Entries of the table of the model's own next tokens, 136 bytes each; 0 drafts without it.
+        calibrates: Whether the estimates of drafts are corrected by how they fared.
     """
 
     max_nodes: int = 64
     max_depth: int = 40
-    min_probability: float = 0.02
+    min_probability: float = 0.0001
     max_occurrences: int = 256
     max_passage_tokens: int = 65_536
+    max_successors: int = 32_768
+    calibrates: bool = True
 
     def __post_init__(self) -> None:
         _require(0 <= self.max_nodes <= 1024, f"max_nodes must be 0..1024, not {self.max_nodes}")
         _require(1 <= self.max_depth <= 256, f"max_depth must be 1..256, not {self.max_depth}")
         _require(0.0 <= self.min_probability < 1.0, f"min_probability must be in [0, 1), not {self.min_probability}")
         _require(1 <= self.max_occurrences <= 4096, f"max_occurrences must be 1..4096, not {self.max_occurrences}")
+        _require(0 <= self.max_successors <= 1 << 24, f"max_successors must be 0..2**24, not {self.max_successors}")
         _require(self.max_passage_tokens >= 0, f"max_passage_tokens must not be negative: {self.max_passage_tokens}")
 
 

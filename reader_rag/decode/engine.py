@@ -11,14 +11,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
+from reader_rag.decode.best import best_tokens
 from reader_rag.decode.cache import TreeCache
-from reader_rag.decode.costs import StepCosts
+from reader_rag.decode.costs import StepCosts, remembered
+from reader_rag.decode.learned import Learned, LearnedByTenant
 from reader_rag.decode.provenance import Provenance
 from reader_rag.decode.select import Selector, make_selector
 from reader_rag.decode.selftest import keeps_bits, verifies_trees
@@ -28,8 +32,10 @@ from reader_rag.decode.types import Chunk, CopiedSpan, FinishReason, Generation,
 from reader_rag.decode.walk import walk
 from reader_rag.draft.builder import TreeBuilder
 from reader_rag.draft.context import ContextIndex
-from reader_rag.draft.tree import SOURCES, DraftTree
+from reader_rag.draft.profile import Profile, fingerprint, profiles
+from reader_rag.draft.tree import SOURCES, SUCCESSOR, DraftTree
 from reader_rag.errors import ConfigError, PromptError, UnsupportedModelError
+from reader_rag.model_cache import cache_folder
 
 _UNKNOWN_WINDOW = 1 << 20
 _TOKENS_BEFORE = 4
@@ -83,6 +89,7 @@ class Engine:
         self.lock = threading.Lock()
         self.costs: StepCosts | None = None
         """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""
+        self.learned = LearnedByTenant(_profile(model, tokenizer))
         self._tokenizer_lock = threading.Lock()
         self._self_test()
 
@@ -339,10 +346,13 @@ class GenerationStream(Iterator[Chunk]):
         if self._drafts and self._engine.target.fixed is None:
             costs = self._engine.costs
             if costs is None or costs.max_nodes < self._draft.max_nodes:
-                self._engine.costs = StepCosts.measure(self._engine.target, self._draft.max_nodes)
+                self._engine.costs = remembered(self._engine.target, self._draft.max_nodes, cache_folder() / "costs")
                 started = time.perf_counter()
-        state = self._state = _State(self._engine, self._prompt, self._passages, self._draft, self._max_tokens)
-        logits = self._engine.target.prefill(self._prompt.token_ids, state.cache)
+        draft = self._draft if self._drafts else replace(self._draft, max_successors=0, calibrates=False)
+        learned = self._engine.learned.of(self.tenant, draft)
+        state = self._state = _State(self._engine, self._prompt, self._passages, draft, self._max_tokens, learned)
+        seen = state.learn_prompt if draft.max_successors else None
+        logits = self._engine.target.prefill(self._prompt.token_ids, state.cache, seen)
         token = self._select(logits, [len(self._prompt.token_ids)])(0)
         self._counts["cache_bytes"] = state.cache.nbytes
         self._record_margins(logits, [0])
@@ -359,6 +369,7 @@ class GenerationStream(Iterator[Chunk]):
         drafted = time.perf_counter()
         position = state.cache.length
         logits = self._engine.target.verify(root, tree, state.cache)
+        state.learn(root, tree, logits)
         target = self._select(logits, [position + 1, *(position + 1 + tree.depths).tolist()])
         accepted, emitted = walk(tree, lambda node: target(node + 1))
         state.cache.keep([0, *(node + 1 for node in accepted)])
@@ -366,7 +377,7 @@ class GenerationStream(Iterator[Chunk]):
         self._counts["drafted"] += len(tree)
         self._record_margins(logits, [0, *(node + 1 for node in accepted)])
         if self._engine.costs is not None:
-            self._engine.costs.observe(len(tree) + 1, time.perf_counter() - drafted)
+            self._engine.costs.observe(len(tree) + 1, position, time.perf_counter() - drafted)
         self._emit(state, tree, accepted, emitted)
         self._seconds["draft"] += drafted - started
         self._seconds["decode"] += time.perf_counter() - started
@@ -383,8 +394,13 @@ class GenerationStream(Iterator[Chunk]):
         depth = self._max_tokens - len(self._tokens) - 1
         fixed = self._engine.target.fixed
         if fixed is None:
+            costs = self._engine.costs
+            if costs is not None and costs.rests():
+                return state.builder.skip()
             tree = state.builder.build(state.index, max_depth=depth)
-            return tree.head(self._engine.costs.best_size(tree)) if self._engine.costs is not None else tree
+            if costs is None:
+                return tree
+            return tree.head(costs.best_size(tree, state.cache.length, state.builder.luck))
         depth = min(depth, fixed.longest_chain(state.cache.length))
         return state.builder.build(state.index, max_depth=depth).chain()
 
@@ -393,17 +409,15 @@ class GenerationStream(Iterator[Chunk]):
         taken: list[int] = []
         for k, token in enumerate(emitted):
             self._tokens.append(token)
-            taken.append(token)
             if k < len(accepted):
-                source, position = int(tree.sources[accepted[k]]), int(tree.positions[accepted[k]])
-                state.provenance.drafted(source, position)
-                place = state.index.locate(source, position)
-                self._accepted[SOURCES[source] if place.passage_id is None else "passage"] += 1
+                self._accepted[state.copied(tree, accepted[k], token)] += 1
             else:
                 state.provenance.undrafted(token)
+            taken.append(token)
             if self._ends(token):
                 break
         del self._margins[len(self._tokens) :]
+        state.builder.observe(taken)
         state.index.extend(taken)
         if self._finish is not None:
             self._text.finish()
@@ -433,7 +447,13 @@ class _State:
     """What a stream holds while it runs: cache, draft index, provenance."""
 
     def __init__(
-        self, engine: Engine, prompt: Prompt, passages: Sequence[Passage], draft: DraftConfig, max_tokens: int
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        passages: Sequence[Passage],
+        draft: DraftConfig,
+        max_tokens: int,
+        learned: Learned,
     ) -> None:
         self.cache: TreeCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
         self.index = ContextIndex(
@@ -447,12 +467,56 @@ class _State:
             max_depth=draft.max_depth,
             min_probability=draft.min_probability,
             max_occurrences=draft.max_occurrences,
+            successors=learned.successors,
+            calibration=learned.calibration,
         )
+        self._successors = learned.successors if draft.max_successors else None
         self.provenance = Provenance(self.index, prompt)
         for passage in passages:
             if passage.text.strip() and not self.provenance.mark(passage):
                 text = engine.tokenize(passage.text, special=False)
                 self.provenance.add(passage, text.token_ids, text.offsets)
+
+    def learn_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Learn from a chunk of the prompt; see `SeenLogits`."""
+        assert self._successors is not None
+        tokens = self.index.sequence[max(start - 1, 0) : start + len(logits)]
+        if not start:
+            tokens = np.concatenate([np.array([-1], np.int32), tokens])
+        self._successors.learn(tokens[:-1], tokens[1:], best_tokens(logits))
+
+    def learn(self, root: int, tree: DraftTree, logits: torch.Tensor) -> None:
+        """Learn from a verified tree, the nodes that are not accepted included.
+
+        Args:
+            root: The last accepted token; the last of the index.
+            tree: The drafted nodes.
+            logits: [1 + nodes, vocabulary].
+        """
+        if self._successors is None:
+            return
+        sequence = self.index.sequence
+        tokens = np.concatenate([np.array([root], np.int32), tree.tokens])
+        before = np.concatenate([sequence[-2:-1] if len(sequence) > 1 else [-1], tokens[tree.parents + 1]])
+        self._successors.learn(before, tokens, best_tokens(logits))
+
+    def copied(self, tree: DraftTree, node: int, token: int) -> str:
+        """Note where an accepted node came from; returns its source's name."""
+        source, position = int(tree.sources[node]), int(tree.positions[node])
+        if source == SUCCESSOR:
+            self.provenance.undrafted(token)
+            return SOURCES[SUCCESSOR]
+        self.provenance.drafted(source, position)
+        return SOURCES[source] if self.index.locate(source, position).passage_id is None else "passage"
+
+
+def _profile(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Profile | None:
+    """The profile of the tokenizer's vocabulary, if there is one."""
+    held = profiles(cache_folder() / "profiles")
+    if not held or not hasattr(tokenizer, "get_vocab"):  # a benchmark's random weights have no text
+        return None
+    vocabulary = fingerprint(tokenizer.get_vocab())
+    return next((profile for profile in held if profile.vocabulary == vocabulary), None)
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -6,7 +6,7 @@ On the CPU, models of a known shape are computed by `CpuForward` instead of thei
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from reader_rag.errors import UnsupportedModelError
 
 PREFILL_CHUNK = 512
 """Prompt tokens per forward pass; bounds what the attention mask and the activations of a long prompt take."""
+
+SeenLogits = Callable[[int, torch.Tensor], None]
+"""Takes the position of a chunk's first token, and logits [chunk, vocabulary]."""
 
 _MASKED_BACKENDS = {"sdpa": torch.bool, "eager": None}
 """Attention backends that take a 4-D mask, and its dtype; None: the model's, added to the scores."""
@@ -113,39 +116,49 @@ class Target:
         return TreeCache(self.config.num_hidden_layers, capacity)
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Sequence[int], cache: TreeCache) -> torch.Tensor:
+    def prefill(self, token_ids: Sequence[int], cache: TreeCache, seen: SeenLogits | None = None) -> torch.Tensor:
         """Commit a prompt, in chunks.
 
         Args:
             token_ids: [length], at least one token.
             cache: Extended by `length` positions.
+            seen: Called for each chunk, with the logits after all its tokens. Not called where shapes are fixed: there
+                the logits of the last token are computed as they are without it.
 
         Returns:
             Logits after the last token, [1, vocabulary].
         """
         if self.cpu is not None and self.cpu.prefills_faster:
-            return self._prefill_on_cpu(self.cpu, np.array(token_ids, np.int64), cache)
+            return self._prefill_on_cpu(self.cpu, np.array(token_ids, np.int64), cache, seen)
         ids = torch.tensor([list(token_ids)], device=self.device)
         cache.show(None)
+        if self.fixed is not None:
+            seen = None
+        kept = self._last_only if seen is None else {}
         logits = torch.empty(0)
         for start in range(0, ids.shape[1], PREFILL_CHUNK):
             chunk = ids[:, start : start + PREFILL_CHUNK]
             positions = torch.arange(cache.length, cache.length + chunk.shape[1], device=self.device)[None]
-            logits = self.model(
-                chunk, position_ids=positions, past_key_values=cache, use_cache=True, **self._last_only
-            ).logits
+            logits = self.model(chunk, position_ids=positions, past_key_values=cache, use_cache=True, **kept).logits
             cache.keep(list(range(chunk.shape[1])))
+            if seen is not None:
+                seen(start, logits[0])
         return logits[0, -1:]
 
-    def _prefill_on_cpu(self, cpu: CpuForward, tokens: NDArray[np.int64], cache: TreeCache) -> torch.Tensor:
+    def _prefill_on_cpu(
+        self, cpu: CpuForward, tokens: NDArray[np.int64], cache: TreeCache, seen: SeenLogits | None
+    ) -> torch.Tensor:
         logits = torch.empty(0)
         for start in range(0, len(tokens), cpu.chunk):
             chunk = tokens[start : start + cpu.chunk]
             order = np.arange(len(chunk))
             paths = np.broadcast_to(order.astype(np.int32), (len(chunk), len(chunk))).copy()
-            logits = cpu(chunk, order, paths, cache, first_logits=len(chunk) - 1)
+            first = len(chunk) - 1 if seen is None else 0
+            logits = cpu(chunk, order, paths, cache, first_logits=first)
             cache.keep(order.tolist())
-        return logits
+            if seen is not None:
+                seen(start, logits)
+        return logits[-1:]
 
     @torch.inference_mode()
     def verify(self, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:

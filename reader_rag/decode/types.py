@@ -81,7 +81,7 @@ class Stats:
         steps: Forward passes after the prefill, each emitting one token or more.
         drafted: Drafted nodes over all steps.
         accepted: Drafted nodes that were accepted.
-        accepted_by_source: The same by source name ("context", "passage").
+        accepted_by_source: The same by source name ("context", "passage", "successor").
         ttft_s: Seconds from the start to the first token, less the measurement of step costs that an engine makes once.
         decode_s: Seconds from the first token to the last, as the engine worked (time the consumer took is left out).
         draft_s: Seconds of `decode_s` spent making drafts.

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
-from reader_rag.draft import kernels
+from reader_rag.draft import tree_kernels as kernels
+from reader_rag.draft.calibration import Calibration, Scoring
 from reader_rag.draft.context import ContextIndex
-from reader_rag.draft.scoring import CopyWeights
+from reader_rag.draft.kernels import EMPTY
+from reader_rag.draft.successors import SuccessorTable
 from reader_rag.draft.tree import DraftTree
+
+_LUCK = 2.0
+"""Hits that a stream is given in advance when its luck is judged."""
 
 
 class TreeBuilder:
@@ -15,14 +23,17 @@ class TreeBuilder:
 
     Best first: take the most probable candidate, add it as a node, add its children as candidates with
     `p(path) = p(parent path) * p(child)`. The sum of path probabilities is the expected accepted length, so taking
-    nodes in this order is optimal for every tree size. Equal tokens under one parent are one node.
+    nodes in this order is optimal for every tree size. Equal tokens under one parent are one node, whatever proposed
+    them, and any source continues another's branch.
 
     Args:
         max_nodes: Most nodes of a tree.
         max_depth: Longest path, in tokens.
         min_probability: Least path probability of a node.
         max_occurrences: What the indexes were made with.
-        weights: Votes of the occurrences.
+        successors: The target's own next tokens; None: drafts are copied only.
+        calibration: Corrects the estimates; None: by the shipped counts, learning on.
+        scoring: How candidates are estimated.
     """
 
     def __init__(
@@ -30,20 +41,29 @@ class TreeBuilder:
         *,
         max_nodes: int = 64,
         max_depth: int = 40,
-        min_probability: float = 0.02,
+        min_probability: float = 0.0001,
         max_occurrences: int = 256,
-        weights: CopyWeights | None = None,
+        successors: SuccessorTable | None = None,
+        calibration: Calibration | None = None,
+        scoring: Scoring | None = None,
     ) -> None:
-        self._weights = weights or CopyWeights()
-        self._table = self._weights.table
+        self.calibration = Calibration() if calibration is None else calibration
+        self.successors = SuccessorTable(0) if successors is None else successors
         self._max_depth = max_depth
         self._floor = max(min_probability, 1e-12)  # a node of probability 0 would never be accepted
-        members = 2 * max_occurrences
-        self._work = np.zeros((kernels.WORKSPACE_ROWS, members), np.int32)
-        self._mass = np.zeros((2, members))
-        self._lookup = np.full((2, 1 << (2 * members - 1).bit_length()), kernels.EMPTY, np.int32)
-        self._out = np.zeros((kernels.OUTPUT_ROWS, max_nodes), np.int32)
-        self._probabilities = np.zeros(max_nodes)
+        self._max_nodes = max_nodes
+        self._nodes = 0
+        self._places = 2 * max_occurrences
+        self._fortune = np.zeros(2)
+        width = 1 << max(2 * self._places, self._places + kernels.KEPT, max_nodes).bit_length()
+        self._work = np.full((kernels.WORK_ROWS, width + kernels.PADDING), EMPTY, np.int32)
+        self._mass = np.zeros((kernels.MASS_ROWS, width + kernels.PADDING))
+        table = self.successors
+        estimates = (scoring or Scoring()).array
+        self._fixed: tuple[Any, ...] = (
+            *(table.keys, table.entries, table.prior, estimates, self.calibration.counts),
+            *(self._work, self._mass, max_nodes),
+        )
 
     def build(self, index: ContextIndex, *, max_depth: int | None = None) -> DraftTree:
         """Draft what may follow the index's sequence.
@@ -53,40 +73,48 @@ class TreeBuilder:
             max_depth: Longest path of this tree, if shorter than the builder's (e.g. few tokens are left to emit).
 
         Returns:
-            The tree; empty where nothing in the index continues the sequence.
+            The tree; empty where no source continues the sequence.
 
         Raises:
             ValueError: The index follows more places than the builder has room for.
         """
-        places = index.sequence_matches.shape[1] + index.passage_matches.shape[1]
-        if places > self._work.shape[1]:
-            # The kernels check no bounds.
-            raise ValueError(f"the index follows {places} places and the builder has room for {self._work.shape[1]}")
+        self._nodes = 0
         depth = self._max_depth if max_depth is None else min(max_depth, self._max_depth)
-        if depth < 1 or not self._out.shape[1]:
+        if depth < 1 or not self._max_nodes or not len(index):
             return DraftTree.empty()
-        nodes = kernels.build(
-            index.sequence,
-            index.passages,
-            index.sequence_matches,
-            index.passage_matches,
-            self._table,
-            self._weights.escape,
-            depth,
-            self._floor,
-            self._work,
-            self._mass,
-            self._lookup,
-            self._out,
-            self._probabilities,
-        )
-        out = self._out[:, :nodes].copy()
-        return DraftTree(
-            tokens=out[kernels.TOKEN],
-            parents=out[kernels.PARENT],
-            depths=out[kernels.DEPTH],
-            probabilities=self._probabilities[:nodes].copy(),
-            sources=out[kernels.SOURCE],
-            positions=out[kernels.POSITION],
-            match_lengths=out[kernels.MATCH_LENGTH],
-        )
+        searched = index.arrays
+        if searched[6] + searched[8] > self._places:
+            # The kernels check no bounds.
+            raise ValueError(
+                f"the index follows {searched[6] + searched[8]} places and the builder has room for {self._places}"
+            )
+        arguments: Any = (*searched, *self._fixed, depth, self._floor)
+        self._nodes = nodes = kernels.build(*arguments)
+        columns = self._work[: kernels.TREE_ROWS, :nodes].copy()
+        tokens, parents, depths, sources, positions, match_lengths = columns
+        probabilities = self._mass[kernels.PATHS, :nodes].copy()
+        return DraftTree(tokens, parents, depths, probabilities, sources, positions, match_lengths)
+
+    def skip(self) -> DraftTree:
+        """No draft this time, so that nothing is learned from what comes."""
+        self._nodes = 0
+        return DraftTree.empty()
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Learn how the nodes of the last tree fared: all those whose parent was accepted.
+
+        Args:
+            tokens: [n], what the target emitted where that tree was drafted.
+        """
+        if self.calibration.learns and self._nodes:
+            came = np.array(tokens, np.int32)
+            kernels.observe(self.calibration.counts, self._work, self._mass, self._nodes, came, self._fortune)
+
+    @property
+    def luck(self) -> float:
+        """How the last few drafts fared beside what was expected of them: 1.0 as expected or better, down to 0.0.
+
+        Frequencies learned over many texts say little of a text that is unlike them; this does within a few steps.
+        """
+        hits, expected = self._fortune
+        return float(min((hits + _LUCK) / (expected + _LUCK), 1.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,6 @@ Following every token of a long prompt would cost what the whole index costs; 32
 must be kept, from the many short ones.
 """
 
-_LARGEST = np.iinfo(np.int32).max
-
 
 class _Corpus:
     """Tokens with chains of equal tokens, growing by doubling; the arrays are what `kernels` describes."""
@@ -31,20 +30,24 @@ class _Corpus:
         self.size = 0
         self.distinct = 0
 
-    def append(self, new: NDArray[np.int32]) -> None:
-        needed = self.size + len(new)
+    def make_room(self, count: int) -> None:
+        """For so many more tokens, each of which may be a distinct one."""
+        needed = self.size + count
         if needed > len(self.tokens):
             self.tokens = _grown(self.tokens, needed)
             self.previous = _grown(self.previous, needed)
-        # At most half full, so that probing stays short; every new token might be a distinct one.
-        bound = min(self.distinct + len(new), needed)
+        # At most half full, so that probing stays short.
+        bound = min(self.distinct + count, needed)
         if 2 * bound > self.table.shape[1]:
             slots = 1 << (2 * bound - 1).bit_length()
             table = np.full((2, slots), kernels.EMPTY, np.int32)
             kernels.rehash(self.table, table)
             self.table = table
+
+    def append(self, new: NDArray[np.int32]) -> None:
+        self.make_room(len(new))
         self.distinct += kernels.append(self.tokens, self.previous, self.table, self.size, new)
-        self.size = needed
+        self.size += len(new)
 
     @property
     def nbytes(self) -> int:
@@ -55,31 +58,31 @@ class _Matches:
     """The places of one corpus whose preceding tokens equal the last tokens of the sequence."""
 
     def __init__(self, limit: int) -> None:
-        self._places = np.zeros((2, limit), np.int32)
-        self._scratch = np.zeros((2, limit), np.int32)
-        self._count = 0
+        self.all_places = np.zeros((2, limit), np.int32)
+        self.scratch = np.zeros((2, limit), np.int32)
+        self.count = 0
 
     def reset(self) -> None:
-        self._count = 0
+        self.count = 0
 
     def advance(self, corpus: _Corpus, sequence: _Corpus, length: int) -> None:
         """Follow the token `sequence[length - 1]`."""
-        self._count = kernels.advance(
+        self.count = kernels.advance(
             corpus.tokens,
             corpus.previous,
             corpus.table,
             corpus.size,
             sequence.tokens,
             length,
-            self._places,
-            self._count,
-            self._scratch,
+            self.all_places,
+            self.count,
+            self.scratch,
         )
 
     @property
     def places(self) -> NDArray[np.int32]:
         """int32 [2, count]: positions, the latest first, and match lengths."""
-        return self._places[:, : self._count]
+        return self.all_places[:, : self.count]
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class ContextIndex:
         self._sequence_matches = _Matches(max_occurrences)
         self._passage_matches = _Matches(max_occurrences)
         self._max_passage_tokens = max_passage_tokens
+        self._prompt_length = len(prompt)
         self._added: list[tuple[str, NDArray[np.int32]]] = []
         self._added_starts: list[int] = []
         self._marks: list[tuple[int, int, str]] = []
@@ -169,24 +173,60 @@ class ContextIndex:
         """int32 [2, m], the same for the added passages."""
         return self._passage_matches.places
 
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What `tree_kernels.build` takes: sequence, passages, and the matches in each, with their sizes."""
+        sequence, passages = self._sequence, self._passages
+        own, others = self._sequence_matches, self._passage_matches
+        return (
+            sequence.tokens,
+            sequence.size,
+            self._prompt_length,
+            passages.tokens,
+            passages.size,
+            own.all_places,
+            own.count,
+            others.all_places,
+            others.count,
+        )
+
     def extend(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Append tokens to the sequence and follow the matches to its new end.
 
         Raises:
             ValueError: A token id is negative.
         """
-        new = _token_array(tokens)
-        if not len(new):
+        new = _integers(tokens)
+        count = len(new)
+        if not count:
             return
-        before = self._sequence.size
-        self._sequence.append(new)
-        start = self._sequence.size - _LOOK_BACK
-        if before < start:
-            self._sequence_matches.reset()
-            self._passage_matches.reset()
-        for length in range(max(before, start) + 1, self._sequence.size + 1):
-            self._sequence_matches.advance(self._sequence, self._sequence, length)
-            self._passage_matches.advance(self._passages, self._sequence, length)
+        sequence, own = self._sequence, self._sequence_matches
+        passages, others = self._passages, self._passage_matches
+        sequence.make_room(count)
+        first = sequence.size + count - _LOOK_BACK
+        skips = sequence.size < first
+        added, followed, passage_followed = kernels.follow(
+            sequence.tokens,
+            sequence.previous,
+            sequence.table,
+            sequence.size,
+            new,
+            first,
+            own.all_places,
+            0 if skips else own.count,
+            own.scratch,
+            passages.tokens,
+            passages.previous,
+            passages.table,
+            passages.size,
+            others.all_places,
+            0 if skips else others.count,
+        )
+        if added < 0:
+            _token_array(new)  # says what is wrong
+        sequence.distinct += added
+        sequence.size += count
+        own.count, others.count = followed, passage_followed
 
     def add_passage(self, passage_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Add a text that the prompt does not contain; the oldest are dropped where the bound asks for it.
@@ -246,18 +286,28 @@ class ContextIndex:
         return Place(None, position)
 
 
-def _token_array(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+def _integers(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+    """int64 [n].
+
+    Raises:
+        ValueError: Not a flat list of integers.
+    """
     array = np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"token ids must be a flat list, not of shape {array.shape}")
+    if len(array) and array.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be integers, not {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def _token_array(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+    array = _integers(tokens)
     if len(array):
-        if array.dtype.kind not in "iu":
-            raise ValueError(f"token ids must be integers, not {array.dtype}")
         if int(array.min()) < 0:
             raise ValueError(f"token ids must not be negative: {int(array.min())}")
-        if int(array.max()) > _LARGEST:
+        if int(array.max()) > kernels.LARGEST:
             raise ValueError(f"token ids must fit 32 bits: {int(array.max())}")
-    return array.astype(np.int32, copy=False)
+    return array.astype(np.int32)
 
 
 def _grown(array: NDArray[np.int32], needed: int) -> NDArray[np.int32]:

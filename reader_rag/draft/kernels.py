@@ -1,4 +1,4 @@
-"""The loops of the draft side, in numba: compiled once, cached on disk, run without the GIL.
+"""The loops of the draft index, in numba: compiled once, cached on disk, run without the GIL.
 
 With `NUMBA_DISABLE_JIT=1` the same functions run as plain Python.
 
@@ -23,6 +23,8 @@ Float64 = NDArray[np.float64]
 
 EMPTY = -1
 """Key of a free slot of a hash table."""
+
+LARGEST = np.iinfo(np.int32).max
 
 BACKWARD_LIMIT = 64
 """Most tokens compared backwards for a match that was not followed from the step before."""
@@ -160,265 +162,56 @@ def advance(
     return out
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _before(probability: Any, a: int, b: int) -> bool:
-    """Whether candidate `a` leaves the heap before `b`: the more probable, then the one with the lower slot."""
-    if probability[a] != probability[b]:
-        return bool(probability[a] > probability[b])
-    return a < b
-
-
 @njit(cache=True, nogil=True)
-def _push(heap: Any, size: int, probability: Any, item: int) -> int:
-    i = size
-    while i > 0:
-        up = (i - 1) >> 1
-        if not _before(probability, item, heap[up]):
-            break
-        heap[i] = heap[up]
-        i = up
-    heap[i] = item
-    return size + 1
-
-
-@njit(cache=True, nogil=True)
-def _pop(heap: Any, size: int, probability: Any) -> int:
-    """Remove the first item (read it as `heap[0]` before); returns the new size."""
-    size -= 1
-    item = heap[size]
-    i = 0
-    while True:
-        child = 2 * i + 1
-        if child >= size:
-            break
-        if child + 1 < size and _before(probability, heap[child + 1], heap[child]):
-            child += 1
-        if not _before(probability, heap[child], item):
-            break
-        heap[i] = heap[child]
-        i = child
-    heap[i] = item
-    return size
-
-
-# Rows of the builder's int32 workspace; columns are members or, for a candidate, its first member's column.
-_MEMBER_SOURCE, _MEMBER_POSITION, _MEMBER_LENGTH = 0, 1, 2
-_ORDER, _GROUP, _MOVED, _HEAP = 3, 4, 5, 6
-_TOKEN, _PARENT, _STOP, _DEPTH, _BEST = 7, 8, 9, 10, 11
-_GROUP_TOKEN, _GROUP_SIZE, _GROUP_BEST = 12, 13, 14
-WORKSPACE_ROWS = 15
-
-# Rows of the builder's int32 output.
-TOKEN, PARENT, DEPTH, SOURCE, POSITION, MATCH_LENGTH = 0, 1, 2, 3, 4, 5
-OUTPUT_ROWS = 6
-
-
-@njit(cache=True, nogil=True)
-def _expand(
-    corpora: Any,
-    node: int,
-    probability: float,
-    depth: int,
-    start: int,
-    stop: int,
-    weights: Any,
-    escape: float,
-    floor: float,
-    work: Any,
-    mass: Any,
-    heap_size: int,
-    lookup: Any,
-) -> int:
-    """Split the members `work[_ORDER, start:stop]` of a node by their next token; push each group as a candidate.
-
-    Groups become neighbouring slices of the node's own slice, so that live candidates never share a member and a
-    candidate can be named by the column where its slice starts.
-
-    Returns:
-        The heap's new size.
-    """
-    groups = 0
-    total = escape
-    last_weight = weights.shape[0] - 1
-    mask = lookup.shape[1] - 1
-    for i in range(start, stop):
-        member = work[_ORDER, i]
-        source = work[_MEMBER_SOURCE, member]
-        at = work[_MEMBER_POSITION, member] + depth
-        corpus = corpora[source]
-        token = corpus[at] if at < corpus.shape[0] else -1
-        if token < 0:
-            work[_GROUP, i] = -1
-            continue
-        slot = (int(token) * 0x9E3779B1) & mask
-        while lookup[0, slot] != EMPTY and lookup[0, slot] != token:
-            slot = (slot + 1) & mask
-        if lookup[0, slot] == EMPTY:
-            lookup[0, slot] = token
-            lookup[1, slot] = groups
-            work[_GROUP_TOKEN, groups] = token
-            work[_GROUP_SIZE, groups] = 0
-            work[_GROUP_BEST, groups] = member
-            mass[1, groups] = 0.0
-            groups += 1
-        group = lookup[1, slot]
-        weight = weights[min(work[_MEMBER_LENGTH, member] + depth, last_weight)]
-        total += weight
-        mass[1, group] += weight
-        work[_GROUP_SIZE, group] += 1
-        if work[_MEMBER_LENGTH, member] > work[_MEMBER_LENGTH, work[_GROUP_BEST, group]]:
-            work[_GROUP_BEST, group] = member
-        work[_GROUP, i] = group
-
-    first = start
-    for group in range(groups):
-        token = work[_GROUP_TOKEN, group]
-        slot = (int(token) * 0x9E3779B1) & mask
-        while lookup[0, slot] != token:
-            slot = (slot + 1) & mask
-        lookup[1, slot] = first  # from here on: where the group's next member goes
-        share = probability * mass[1, group] / total
-        size = work[_GROUP_SIZE, group]
-        work[_TOKEN, first] = token
-        work[_PARENT, first] = node
-        work[_STOP, first] = first + size
-        work[_DEPTH, first] = depth + 1
-        work[_BEST, first] = work[_GROUP_BEST, group]
-        mass[0, first] = share
-        if share >= floor:
-            heap_size = _push(work[_HEAP], heap_size, mass[0], first)
-        first += size
-
-    for i in range(start, stop):
-        group = work[_GROUP, i]
-        if group < 0:
-            continue
-        token = work[_GROUP_TOKEN, group]
-        slot = (int(token) * 0x9E3779B1) & mask
-        while lookup[0, slot] != token:
-            slot = (slot + 1) & mask
-        work[_MOVED, lookup[1, slot]] = work[_ORDER, i]
-        lookup[1, slot] += 1
-    for i in range(start, first):
-        work[_ORDER, i] = work[_MOVED, i]
-    # Free the slots after all probing is done: clearing one earlier would cut another token's probe chain.
-    for group in range(groups):
-        slot = (int(work[_GROUP_TOKEN, group]) * 0x9E3779B1) & mask
-        while lookup[0, slot] != EMPTY:
-            lookup[0, slot] = EMPTY
-            slot = (slot + 1) & mask
-    return heap_size
-
-
-@njit(cache=True, nogil=True)
-def build(
-    sequence: Any,
-    passages: Any,
-    sequence_matches: Any,
-    passage_matches: Any,
-    weights: Any,
-    escape: float,
-    max_depth: int,
-    floor: float,
-    work: Any,
-    mass: Any,
-    lookup: Any,
-    out: Any,
-    probabilities: Any,
-) -> int:
-    """Grow a draft tree best first from the matches of two corpora.
+def follow(
+    tokens: Any,
+    previous: Any,
+    table: Any,
+    length: int,
+    new: Any,
+    first: int,
+    matches: Any,
+    count: int,
+    scratch: Any,
+    other_tokens: Any,
+    other_previous: Any,
+    other_table: Any,
+    other_size: int,
+    other_matches: Any,
+    other_count: int,
+) -> Any:
+    """Append `new` to the sequence and bring the matches in it and in another corpus up to date.
 
     Args:
-        sequence: int32 [length], prompt and output so far.
-        passages: int32 [size], other texts, separated by negative tokens.
-        sequence_matches: int32 [2, n].
-        passage_matches: int32 [2, m].
-        weights: float64 [lengths], the vote of an occurrence by match length.
-        escape: Vote of "none of them".
-        max_depth: Longest path.
-        floor: Least path probability of a node.
-        work: int32 [WORKSPACE_ROWS, >= n + m], overwritten.
-        mass: float64 [2, >= n + m], overwritten.
-        lookup: int32 [2, slots], slots a power of two > n + m, all keys `EMPTY`; left so.
-        out: int32 [OUTPUT_ROWS, max_nodes], the tree's columns in order of falling probability.
-        probabilities: float64 [max_nodes], path probabilities.
+        tokens: int32 [capacity], the sequence, with room for `new`.
+        previous: int32 [capacity].
+        table: int32 [2, slots], see `append`.
+        length: Tokens in it.
+        new: int64 [n].
+        first: Tokens of the sequence, `new` included, whose matches are not followed.
+        matches: int32 [2, limit], see `advance`; updated.
+        count: Matches on entry.
+        scratch: int32 [2, limit], overwritten.
+        other_tokens: int32 [capacity], the other corpus.
+        other_previous: int32 [capacity].
+        other_table: int32 [2, slots].
+        other_size: Tokens in it.
+        other_matches: int32 [2, limit]; updated.
+        other_count: Matches in it on entry.
 
     Returns:
-        The number of nodes.
+        (tokens that were not in the table before, matches, matches in the other corpus); nothing is changed and the
+        first is -1 if a token is negative or does not fit 32 bits.
     """
-    corpora = (sequence, passages)
-    members = 0
-    for source in range(2):
-        matches = sequence_matches if source == 0 else passage_matches
-        for k in range(matches.shape[1]):
-            work[_MEMBER_SOURCE, members] = source
-            work[_MEMBER_POSITION, members] = matches[0, k]
-            work[_MEMBER_LENGTH, members] = matches[1, k]
-            work[_ORDER, members] = members
-            members += 1
-
-    max_nodes = out.shape[1]
-    nodes = 0
-    heap = work[_HEAP]
-    size = _expand(corpora, -1, 1.0, 0, 0, members, weights, escape, floor, work, mass, 0, lookup)
-    while size > 0 and nodes < max_nodes:
-        start = heap[0]
-        size = _pop(heap, size, mass[0])
-        depth = work[_DEPTH, start]
-        stop = work[_STOP, start]
-        best = work[_BEST, start]
-        out[TOKEN, nodes] = work[_TOKEN, start]
-        out[PARENT, nodes] = work[_PARENT, start]
-        out[DEPTH, nodes] = depth
-        out[SOURCE, nodes] = work[_MEMBER_SOURCE, best]
-        out[POSITION, nodes] = work[_MEMBER_POSITION, best] + depth - 1
-        out[MATCH_LENGTH, nodes] = work[_MEMBER_LENGTH, best] + depth - 1
-        probabilities[nodes] = mass[0, start]
-        nodes += 1
-        if depth < max_depth:
-            size = _expand(
-                corpora, nodes - 1, mass[0, start], depth, start, stop, weights, escape, floor, work, mass, size, lookup
+    for token in new:
+        if token < 0 or token > LARGEST:
+            return -1, count, other_count
+    added = append(tokens, previous, table, length, new)
+    end = length + new.shape[0]
+    for at in range(max(length, first) + 1, end + 1):
+        count = advance(tokens, previous, table, end, tokens, at, matches, count, scratch)
+        if other_size:
+            other_count = advance(
+                other_tokens, other_previous, other_table, other_size, tokens, at, other_matches, other_count, scratch
             )
-    return nodes
-
-
-@njit(cache=True, nogil=True)
-def ancestor_mask(parents: Any) -> Any:
-    """Which nodes each node sees: itself, its ancestors and the root.
-
-    Args:
-        parents: int32 [nodes], -1: the root; parents come before children.
-
-    Returns:
-        bool [nodes + 1, nodes + 1], row and column 0 the root.
-    """
-    n = parents.shape[0] + 1
-    mask = np.zeros((n, n), dtype=np.bool_)
-    mask[0, 0] = True
-    for i in range(1, n):
-        parent = parents[i - 1] + 1
-        mask[i, : parent + 1] = mask[parent, : parent + 1]
-        mask[i, i] = True
-    return mask
-
-
-@njit(cache=True, nogil=True)
-def paths(parents: Any, depths: Any) -> Any:
-    """The rows from the root to each node.
-
-    Args:
-        parents: int32 [nodes], -1: the root; parents come before children.
-        depths: int32 [nodes].
-
-    Returns:
-        int32 [nodes + 1, deepest + 1]; row 0 is the root; zeros behind a path's end.
-    """
-    deepest = 0
-    for depth in depths:
-        deepest = max(deepest, depth)
-    rows = np.zeros((parents.shape[0] + 1, deepest + 1), np.int32)
-    for i in range(1, rows.shape[0]):
-        depth = depths[i - 1]
-        rows[i, :depth] = rows[parents[i - 1] + 1, :depth]
-        rows[i, depth] = i
-    return rows
+    return added, count, other_count

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.draft import kernels
+from reader_rag.draft import tree_kernels as kernels
 
-SOURCES = ("context", "passage")
+SOURCES = ("context", "passage", "successor")
 """Source names by the code that `DraftTree.sources` holds."""
+SUCCESSOR = kernels.SUCCESSOR
+"""The one of nodes that were not copied: they have no position."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DraftTree:
     """Candidate continuations as a tree; a node is one token, the root (not drafted) the last accepted token.
 
-    Nodes are in order of falling path probability, so every prefix of the arrays is the best tree of its size.
+    Not to be changed. Nodes are in order of falling path probability, so every prefix of the arrays is the best tree of
+    its size.
 
     Attributes:
         tokens: int32 [nodes].
@@ -27,7 +30,8 @@ class DraftTree:
         depths: int32 [nodes], 1 for the root's children.
         probabilities: float64 [nodes], estimated probability that the whole path down to the node is accepted.
         sources: int32 [nodes], index into `SOURCES` of the corpus that the node was copied from.
-        positions: int32 [nodes], where in that corpus the node's token stands (by the longest match).
+        positions: int32 [nodes], where in that corpus the node's token stands (by the longest match); -1 of a
+            successor.
         match_lengths: int32 [nodes], how many tokens before it agree with the path and the sequence.
     """
 
@@ -159,11 +163,12 @@ class DraftTree:
                 raise ValueError(f"draft tree, node {node}: {problem}")
             seen.add((parent, token))
 
-    def lines(self, show: Callable[[int], str] = str) -> Iterator[str]:
+    def lines(self, show: Callable[[int], str] = str, accepted: Container[int] = ()) -> Iterator[str]:
         """The tree as text, a line a node, children indented under their parent.
 
         Args:
             show: Turns a token id into text.
+            accepted: Nodes to mark.
         """
         order: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents.tolist()):
@@ -172,8 +177,11 @@ class DraftTree:
         while stack:
             node = stack.pop()
             indent, token = "  " * (int(self.depths[node]) - 1), show(int(self.tokens[node]))
+            source = SOURCES[self.sources[node]]
+            if self.sources[node] != SUCCESSOR:
+                source += f"@{self.positions[node]}"
             yield (
-                f"{indent}{token!r} p={self.probabilities[node]:.3f}"
-                f" {SOURCES[self.sources[node]]}@{self.positions[node]} match={self.match_lengths[node]}"
+                f"{'+' if node in accepted else ' '} {indent}{token!r} p={self.probabilities[node]:.3f}"
+                f" {source} match={self.match_lengths[node]}"
             )
             stack.extend(reversed(order[node + 1]))

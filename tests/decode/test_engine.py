@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from reader_rag.config import DraftConfig, Forward, GenerationConfig
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.types import Chunk, Generation, Passage, Prompt
-from reader_rag.draft import DraftTree
 from reader_rag.errors import ConfigError, PromptError, UnsupportedModelError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 END = 0
 WINDOW = 128
+COPIES = DraftConfig(max_nodes=16, max_successors=0, calibrates=False)
+"""Drafts of copies alone: the model's own next tokens say nothing of a forced answer."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def spoken(engine: Engine, prompt: str, answer: str, passages: Sequence[Passage]
     encoded = engine.encode(prompt)
     tokens = [END if letter == "." else LETTERS.index(letter) + 1 for letter in answer]
     settings = GenerationConfig(**{"max_tokens": len(tokens)} | options)
-    return engine.generate(encoded, settings, passages, selector=forced(encoded, tokens))
+    return engine.generate(encoded, settings, passages, selector=forced(encoded, tokens), draft=COPIES)
 
 
 def hf_generate(model: Any, tokens: Sequence[int], max_tokens: int, **options: Any) -> tuple[int, ...]:
@@ -204,13 +205,66 @@ def test_nothing_is_drafted_beyond_the_last_token(engine: Engine) -> None:
 
 def test_drafts_that_do_not_pay_are_not_verified(letters: PreTrainedTokenizerFast) -> None:
     class NothingPays(EverythingPays):
-        def best_size(self, tree: DraftTree) -> int:
+        def best_size(self, tree: Sized, context: int = 0, luck: float = 1.0) -> int:
             return 0
 
     made = Engine(make_model(), letters)
     made.costs = NothingPays()  # type: ignore[assignment]
     result = spoken(made, "abcdefghij", "abcdef")
     assert (result.stats.steps, result.stats.drafted, result.text) == (5, 0, "abcdef")
+
+
+# What is learned
+
+
+def repeated(engine: Engine, tenant: str, **options: Any) -> Generation:
+    """An answer of a model that has nothing to copy from: its prompt is one letter."""
+    return engine.generate(
+        engine.encode("a"), GenerationConfig(max_tokens=12), tenant=tenant, draft=DraftConfig(max_nodes=16, **options)
+    )
+
+
+def test_a_tenants_second_answer_is_drafted_from_what_the_model_said_in_the_first(engine: Engine) -> None:
+    first, second = repeated(engine, "x"), repeated(engine, "x")
+    assert second.token_ids == first.token_ids
+    assert second.stats.steps < first.stats.steps
+    assert second.stats.accepted_by_source["successor"] > 0
+
+
+def test_nothing_learned_from_one_tenant_is_used_for_another(engine: Engine) -> None:
+    first = repeated(engine, "y")
+    repeated(engine, "y")
+    assert repeated(engine, "z").stats.steps == first.stats.steps
+
+
+def test_what_was_learned_of_a_tenant_can_be_forgotten(engine: Engine) -> None:
+    first = repeated(engine, "w")
+    with engine.lock:
+        engine.learned.forget("w")
+    assert repeated(engine, "w").stats.steps == first.stats.steps
+
+
+def test_without_successors_nothing_is_learned(engine: Engine) -> None:
+    for _ in range(2):
+        assert "successor" not in repeated(engine, "v", max_successors=0).stats.accepted_by_source
+
+
+def test_plain_decoding_learns_nothing(engine: Engine) -> None:
+    first = repeated(engine, "u1")
+    plain = GenerationConfig(max_tokens=12, speculate=False)
+    assert engine.generate(engine.encode("a"), plain, tenant="u2").token_ids == first.token_ids
+    assert repeated(engine, "u2").stats.steps == first.stats.steps
+
+
+def test_the_prompts_own_positions_teach_what_follows_its_tokens(engine: Engine) -> None:
+    prompt = engine.encode("abcdefghij")
+    engine.generate(prompt, GenerationConfig(max_tokens=2), tenant="t", draft=DraftConfig(max_nodes=16))
+    with torch.inference_mode():
+        logits = engine.model(torch.tensor([list(prompt.token_ids)])).logits[0]
+    table = engine.learned.of("t", DraftConfig(max_nodes=16)).successors
+    for at in range(1, len(prompt.token_ids)):
+        best = int(logits[at].argmax())
+        assert table.after(prompt.token_ids[at - 1], prompt.token_ids[at])[0] == best
 
 
 # What ends an answer

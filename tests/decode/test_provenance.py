@@ -13,7 +13,7 @@ from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.types import CopiedSpan, Generation, Passage
 
-DRAFT = DraftConfig(max_nodes=16)
+DRAFT = DraftConfig(max_nodes=16, max_successors=0, calibrates=False)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_a_closed_stream_still_knows_what_was_copied(engine: Engine) -> None:
         encoded,
         GenerationConfig(max_tokens=len(tokens)),
         [passage],
-        draft=DraftConfig(max_nodes=4),
+        draft=DraftConfig(max_nodes=4, max_successors=0, calibrates=False),
         selector=lambda _, positions: lambda row: tokens[positions[row] - 1],
     )
     next(stream)

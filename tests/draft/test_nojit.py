@@ -1,4 +1,4 @@
-"""The kernels are plain Python too: without numba's compiler they make the same trees."""
+"""The kernels are plain Python too: without numba's compiler they make the same trees and learn the same."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ import sys
 from typing import Any
 
 import numpy as np
-from numba import config
 
-from reader_rag.draft import ContextIndex, TreeBuilder, kernels
+from reader_rag.draft import Calibration, ContextIndex, SuccessorTable, TreeBuilder, tree_kernels
 
 
 def make_trees() -> dict[str, Any]:
-    """Places and trees of a few random texts that repeat themselves."""
+    """Places and trees of a few random texts that repeat themselves, and what was learned of them on the way."""
     random = np.random.default_rng(7)
+    prior = random.permuted(np.tile(np.arange(10), (4, 1)), axis=1)[:, :8].astype(np.int32)
+    table, calibration = SuccessorTable(32, prior), Calibration()
+    builder = TreeBuilder(max_nodes=12, min_probability=0.001, successors=table, calibration=calibration)
     trees = []
     for size in (3, 20, 80):
         index = ContextIndex(random.integers(0, 5, size))
         index.add_passage("p", random.integers(0, 5, 20))
         index.extend(random.integers(0, 5, 5))
-        tree = TreeBuilder(max_nodes=12, min_probability=0.01).build(index)
+        text = index.sequence
+        best = random.permuted(np.tile(np.arange(10), (len(text), 1)), axis=1)[:, :8]
+        tree = builder.build(index)
         tree.check()
+        # What comes is a path of the tree, and then something else.
+        came = [int(tree.tokens[0]), *tree.tokens[tree.parents == 0][:1].tolist(), 99]
+        builder.observe(came)
+        table.learn([-1, *text[:-1]], text, best)
+        # Ids whose key does not fit a product of 64 bits.
+        table.learn([2**31 - 1], [2**31 - 2], best[:1])
         trees.append(
             {
                 "places": index.sequence_matches.tolist(),
@@ -36,12 +46,22 @@ def make_trees() -> dict[str, Any]:
                 "positions": tree.positions.tolist(),
                 "match lengths": tree.match_lengths.tolist(),
                 "mask": tree.ancestor_mask.tolist(),
+                "paths": tree.paths.tolist(),
+                "after": [table.after(before, token) for before in range(-1, 5) for token in range(6)],
+                "luck": builder.luck,
             }
         )
-    return {"compiled": hasattr(kernels.build, "py_func"), "trees": trees}
+    return {
+        "compiled": hasattr(tree_kernels.build, "py_func"),
+        "trees": trees,
+        "keys": table.keys.tolist(),
+        "entries": table.entries.tolist(),
+        "counts": calibration.counts.tolist(),
+        "moved": int((calibration.counts != Calibration().counts).any(axis=0).sum()),
+    }
 
 
-def test_without_the_compiler_the_same_trees_come_out() -> None:
+def test_without_the_compiler_the_same_trees_come_out_and_the_same_is_learned() -> None:
     run = subprocess.run(
         [sys.executable, __file__],
         env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
@@ -50,10 +70,13 @@ def test_without_the_compiler_the_same_trees_come_out() -> None:
         check=True,
     )
     plain, here = json.loads(run.stdout), make_trees()
-    assert not plain["compiled"]
-    assert here["compiled"] or config.DISABLE_JIT
-    assert plain["trees"] == here["trees"]
-    assert len(here["trees"][-1]["tokens"]) == 12
+    assert not plain.pop("compiled")
+    assert here.pop("compiled") or os.environ.get("NUMBA_DISABLE_JIT") == "1"
+    assert plain == here
+    last = here["trees"][-1]
+    assert len(last["tokens"]) == 12
+    assert set(last["sources"]) == {0, 1, 2}
+    assert here["moved"] > 3
 
 
 if __name__ == "__main__":

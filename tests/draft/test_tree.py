@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reader_rag.draft import DraftTree
+from reader_rag.draft.tree import SUCCESSOR
 
 
 def make_tree(tokens: list[int], parents: list[int], probabilities: list[float]) -> DraftTree:
@@ -94,14 +95,22 @@ def test_the_empty_tree_is_the_root_alone() -> None:
     assert list(empty.lines()) == []
 
 
-def test_lines_show_children_indented_under_their_parent(tree: DraftTree) -> None:
-    assert list(replace(tree, sources=np.array([0, 1, 0, 0, 0], np.int32)).lines(lambda token: "abcdefghi"[token])) == [
+def test_lines_show_children_indented_under_their_parent_and_mark_accepted_nodes(tree: DraftTree) -> None:
+    mixed = replace(
+        tree,
+        sources=np.array([0, 1, 0, SUCCESSOR, 0], np.int32),
+        positions=np.array([10, 11, 12, -1, 14], np.int32),
+    )
+    lines = [
         "'f' p=0.500 context@10 match=1",
         "  'g' p=0.250 context@12 match=3",
         "    'f' p=0.062 context@14 match=5",
-        "  'h' p=0.125 context@13 match=4",
+        "  'h' p=0.125 successor match=4",
         "'i' p=0.375 passage@11 match=2",
     ]
+    assert list(mixed.lines(lambda token: "abcdefghi"[token])) == [f"  {line}" for line in lines]
+    marked = list(mixed.lines(lambda token: "abcdefghi"[token], {0, 3}))
+    assert marked == [f"{mark} {line}" for mark, line in zip("+  + ", lines, strict=True)]
 
 
 def test_a_sound_tree_passes_the_check(tree: DraftTree) -> None:

@@ -1,0 +1,105 @@
+"""What is known of a model beforehand: its likely next tokens after each single token.
+
+The model is asked once what follows each token of its vocabulary, with no text before it. The answers for the default
+model come with the package; `reader-rag models profile` asks any other model and keeps the answers in the cache folder.
+Without a profile drafts begin with what a request's own prompt teaches.
+
+A profile belongs to a vocabulary: a larger model of the same family can use it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reader_rag.draft import tree_kernels as kernels
+from reader_rag.errors import ConfigError
+
+SHIPPED = Path(__file__).with_name("profiles")
+_AGAIN = "delete it and make it again: reader-rag models profile MODEL"
+_FITS = 0.25
+"""Share of a text's tokens that a profile must list after the one before, to be of the text's vocabulary."""
+_LEAST_TOKENS = 200
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Likely next tokens after each token of a vocabulary.
+
+    Attributes:
+        name: The model that it was made from.
+        vocabulary: `fingerprint` of its vocabulary.
+        tokens: int32 [vocabulary, 8], the likeliest first, -1: no more.
+    """
+
+    name: str
+    vocabulary: str
+    tokens: NDArray[np.int32]
+
+    def save(self, path: Path) -> None:
+        """Write the file that `load` reads; whole or not at all."""
+        wide = np.uint16 if len(self.tokens) < 1 << 16 else np.uint32
+        draft = path.with_name(f".{path.name}.tmp")
+        try:
+            with draft.open("wb") as file:
+                np.savez_compressed(
+                    file,
+                    name=np.array(self.name),
+                    vocabulary=np.array(self.vocabulary),
+                    tokens=(self.tokens + 1).astype(wide),
+                )
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a profile.
+
+        Raises:
+            ConfigError: The file cannot be read or is no profile.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                tokens = file["tokens"].astype(np.int32) - 1
+                profile = cls(str(file["name"]), str(file["vocabulary"]), tokens)
+        except Exception as cause:  # a damaged zip file raises a dozen kinds
+            raise ConfigError(f"{path} is not a readable profile ({cause}); {_AGAIN}") from cause
+        if tokens.ndim != 2 or tokens.shape[1] != kernels.BEST or int(tokens.max(initial=-1)) >= len(tokens):
+            raise ConfigError(f"{path} is not a profile of this version; {_AGAIN}")
+        return profile
+
+    def fits(self, texts: Iterable[Sequence[int]]) -> bool:
+        """Whether token sequences are of this vocabulary, going by how often the profile lists the next token."""
+        right = judged = 0
+        for text in texts:
+            ids = np.asarray(text, np.int64)
+            if len(ids) and int(ids.max()) >= len(self.tokens):
+                return False
+            right += int((self.tokens[ids[:-1]] == ids[1:, None]).any(axis=1).sum())
+            judged += max(len(ids) - 1, 0)
+        return judged >= _LEAST_TOKENS and right >= _FITS * judged
+
+
+def fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """A vocabulary's identity: equal token ids mean equal tokens.
+
+    Args:
+        vocabulary: Ids by token, as `tokenizer.get_vocab()`.
+    """
+    lines = sorted((number, token) for token, number in vocabulary.items())
+    return hashlib.sha256(
+        "\0".join(f"{number} {token}" for number, token in lines).encode("utf-8", "replace")
+    ).hexdigest()
+
+
+def profiles(*folders: Path) -> list[Profile]:
+    """The profiles in these folders, and behind them the shipped ones."""
+    return [
+        Profile.load(path) for folder in (*folders, SHIPPED) if folder.is_dir() for path in sorted(folder.glob("*.npz"))
+    ]

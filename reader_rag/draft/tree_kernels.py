@@ -1,0 +1,648 @@
+"""The loops that turn matches and successors into draft trees, in numba; see `kernels` for those of the index.
+
+At a node, the occurrences that are still alive there (its *members*) vote for their next token, and what probability
+they leave goes to the target's own next tokens after the same two tokens, or else after the same last one, or else
+to those that a *prior* lists (the *successors*). How far such estimates were right so far is kept by *cell*, a class of
+alike candidates, and corrects them (see `calibration`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from reader_rag.draft.kernels import EMPTY
+
+BEST = 8
+"""Next tokens that a successor table learns at a time."""
+KEPT = 15
+"""Next tokens that it keeps of an entry."""
+NO_KEY = -1
+
+# Columns of an entry: the faded number of times it was written and the tokens, the likeliest first (-1: free), in one
+# cache line; when it was written last and the tokens' weights in another. Weights are integers, so that an entry does
+# not depend on how a machine rounds.
+TOTAL, TOKENS, STAMP, WEIGHTS = 0, 1, 1 + KEPT, 2 + KEPT
+ENTRY_COLUMNS = 2 + 2 * KEPT
+ONE = 1 << 16
+RANKS = (36045, 10486, 5243, 3277, 2294, 1638, 1311, 983)
+"""Weight of a next token by its rank: 0.55, 0.16, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015."""
+_INHERITED = 3
+"""A new entry starts as the one for less: two tokens as the last of them, one token as in the prior; weighing 1 in so
+many writes."""
+
+# The first places of the scoring array; the votes by match length follow.
+UNKNOWN, TRUST, VOTES = 0, 1, 4
+PAIR, SINGLE, PRIOR = 0, 1, 2
+"""Kinds of entries."""
+
+# Cells.
+LENGTH_BUCKETS = 9
+ESTIMATE_BUCKETS = 10
+LISTED = 3
+SUPPORT = 2
+ORIGINS = 3
+COPY_CELLS = ORIGINS * LENGTH_BUCKETS * ESTIMATE_BUCKETS * LISTED * SUPPORT
+CELLS = COPY_CELLS + 3 * ESTIMATE_BUCKETS
+LEAST_RATE, MOST_RATE = 0.25, 4.0
+"""Bounds of a correction."""
+
+_MOST = 0.995
+"""Highest probability of a child."""
+_FORTUNE_FADE = 0.95
+"""What is kept of a stream's luck from step to step."""
+_FEW = 4
+"""Up to so many children are searched one by one."""
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def find_entry(keys: Any, before: int, token: int) -> int:
+    """The row of a successor table's entry for two tokens, or for one if `before` is negative; -1: none.
+
+    Args:
+        keys: int64 [sets, ways].
+        before: The token before `token`.
+        token: The last token.
+    """
+    sets, ways = keys.shape
+    if sets == 0:
+        return -1
+    key = _key(before, token)
+    at = _set_of(before, token, sets)
+    for way in range(ways):
+        if keys[at, way] == key:
+            return int(at * ways + way)
+    return -1
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _key(before: int, token: int) -> int:
+    return int(((np.int64(before) + np.int64(2)) << np.int64(31)) | np.int64(token))
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _set_of(before: int, token: int, sets: int) -> int:
+    """The set of a key; both products stay below 2**63, so that it is the same with and without the compiler."""
+    mixed = ((int(before) + 2) * 0x9E3779B1) ^ (int(token) * 0x85EBCA6B)
+    return int((mixed ^ (mixed >> 29)) & (sets - 1))
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def successors(keys: Any, entries: Any, prior: Any, scratch: Any, before: int, token: int) -> Any:
+    """What follows: by the entry for two tokens, or that for the last one, or the prior.
+
+    Args:
+        keys: int64 [sets, ways].
+        entries: int32 [sets * ways, ENTRY_COLUMNS].
+        prior: int32 [tokens, BEST], by token id its next tokens, the likeliest first; negative: no more.
+        scratch: int32 [>= ENTRY_COLUMNS], for an entry made of the prior; see `prepare`.
+        before: The token before `token`; negative: none.
+        token: The last token.
+
+    Returns:
+        (the entry, int32 [ENTRY_COLUMNS], of TOTAL 0 if there is none; its kind).
+    """
+    if before >= 0:
+        row = find_entry(keys, before, token)
+        if row >= 0:
+            return entries[row], PAIR
+    row = find_entry(keys, -1, token)
+    if row >= 0:
+        return entries[row], SINGLE
+    scratch[TOTAL] = 0
+    if token < prior.shape[0] and prior[token, 0] >= 0:
+        scratch[TOTAL] = ONE
+        for rank in range(BEST):
+            scratch[TOKENS + rank] = prior[token, rank]
+    return scratch[:ENTRY_COLUMNS], PRIOR
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def prepare(scratch: Any) -> None:
+    """Write into a scratch entry what all entries made of the prior have in common."""
+    scratch[:ENTRY_COLUMNS] = -1
+    for rank in range(BEST):
+        scratch[WEIGHTS + rank] = RANKS[rank]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _entry_to_write(keys: Any, entries: Any, prior: Any, scratch: Any, before: int, token: int, now: int) -> Any:
+    """The entry for a key, which takes the place of the one of its set that was written longest ago if it is new."""
+    ways = keys.shape[1]
+    key = _key(before, token)
+    at = _set_of(before, token, keys.shape[0])
+    place = 0
+    for way in range(ways):
+        if keys[at, way] == key:
+            place = way
+            break
+        if entries[at * ways + way, STAMP] < entries[at * ways + place, STAMP]:
+            place = way
+    entry = entries[at * ways + place]
+    if keys[at, place] != key:
+        wider, _ = successors(keys, entries, prior, scratch, -1, token)
+        weight = ONE // _INHERITED
+        share = weight / wider[TOTAL] if wider[TOTAL] > 0 else 0.0
+        # `wider` may be the very entry that is written over.
+        for k in range(KEPT):
+            entry[TOKENS + k] = wider[TOKENS + k] if share > 0.0 else -1
+            entry[WEIGHTS + k] = int(wider[WEIGHTS + k] * share) if entry[TOKENS + k] >= 0 else 0
+        entry[TOTAL] = weight if share > 0.0 else 0
+        keys[at, place] = key
+    entry[STAMP] = now
+    return entry
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def learn(keys: Any, entries: Any, prior: Any, clock: Any, before: Any, after: Any, best: Any) -> None:
+    """Add what the target found likely to the entries for two tokens and for one.
+
+    Args:
+        keys: int64 [sets, ways].
+        entries: int32 [sets * ways, ENTRY_COLUMNS].
+        prior: int32 [tokens, BEST].
+        clock: int32 [1].
+        before: int32 [n], the token before each of `after`; negative: none.
+        after: int32 [n].
+        best: int32 [n, BEST], the best next tokens, the best first; negative: no more.
+    """
+    scratch = np.empty(ENTRY_COLUMNS, np.int32)
+    prepare(scratch)
+    for i in range(after.shape[0]):
+        clock[0] += 1
+        for kind in range(2):
+            if kind == 0 and before[i] < 0:
+                continue
+            first = int(before[i]) if kind == 0 else -1
+            entry = _entry_to_write(keys, entries, prior, scratch, first, after[i], clock[0])
+            entry[TOTAL] += ONE - entry[TOTAL] // 5
+            for k in range(KEPT):
+                entry[WEIGHTS + k] -= entry[WEIGHTS + k] // 5
+            for rank in range(BEST):
+                token = best[i, rank]
+                if token < 0:
+                    break
+                at = 0
+                while at < KEPT - 1 and entry[TOKENS + at] != token and entry[TOKENS + at] >= 0:
+                    at += 1
+                weight = RANKS[rank]
+                if entry[TOKENS + at] == token:
+                    weight += entry[WEIGHTS + at]
+                elif entry[WEIGHTS + at] >= weight:
+                    continue
+                while at > 0 and entry[WEIGHTS + at - 1] < weight:
+                    entry[TOKENS + at] = entry[TOKENS + at - 1]
+                    entry[WEIGHTS + at] = entry[WEIGHTS + at - 1]
+                    at -= 1
+                entry[TOKENS + at] = token
+                entry[WEIGHTS + at] = weight
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def length_bucket(length: int) -> int:
+    """1, 2, 3, 4-5, 6-8, 9-12, 13-20, 21-40, more."""
+    if length <= 3:
+        return max(length - 1, 0)
+    if length <= 12:
+        return 3 if length <= 5 else (4 if length <= 8 else 5)
+    return 6 if length <= 20 else (7 if length <= 40 else 8)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def estimate_bucket(estimate: float) -> int:
+    """Up to 0.01, 0.03, 0.07, 0.13, 0.23, 0.4, 0.6, 0.8, 0.93, 1."""
+    if estimate <= 0.23:
+        if estimate <= 0.03:
+            return 0 if estimate <= 0.01 else 1
+        return 2 if estimate <= 0.07 else (3 if estimate <= 0.13 else 4)
+    if estimate <= 0.6:
+        return 5 if estimate <= 0.4 else 6
+    return 7 if estimate <= 0.8 else (8 if estimate <= 0.93 else 9)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def copy_cell(origin: int, length: int, estimate: float, listed: int, agree: bool) -> int:
+    """The cell of a copied candidate.
+
+    Args:
+        origin: Of the longest match behind it: 0: the prompt; 1: the output; 2: a passage beside them.
+        length: That match.
+        estimate: Its probability, uncorrected.
+        listed: 0: no successors are known; 1: it is none of them; 2: it is one.
+        agree: Several occurrences propose it.
+    """
+    at = (origin * LENGTH_BUCKETS + length_bucket(length)) * ESTIMATE_BUCKETS + estimate_bucket(estimate)
+    return (at * LISTED + listed) * SUPPORT + (1 if agree else 0)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def successor_cell(kind: int, estimate: float) -> int:
+    """The cell of a candidate that only the successors propose, by the kind of their entry."""
+    return COPY_CELLS + kind * ESTIMATE_BUCKETS + estimate_bucket(estimate)
+
+
+# Rows of the builder's int32 workspace. First the tree, node by node,
+TOKEN, PARENT, DEPTH, SOURCE, POSITION, MATCH_LENGTH, _CELL = range(7)
+TREE_ROWS = 6
+# then those whose columns are members,
+_MEMBER_SOURCE, _MEMBER_POSITION, _MEMBER_LENGTH, _ORDER, _GROUP, _MOVED = range(7, 13)
+# those whose columns are the children found at one node,
+_FOUND_TOKEN, _FOUND_SIZE, _FOUND_BEST, _FOUND_CELL, _FOUND_START = range(13, 18)
+# those whose columns are candidates,
+_TOKEN, _PARENT, _START, _STOP, _DEPTH, _ORIGIN, _CANDIDATE_CELL, _RANKED = range(18, 26)
+# a hash table from a token to its column among the children found, and an entry made of the prior.
+_KEYS, _COLUMNS, _SCRATCH = range(26, 29)
+WORK_ROWS = 29
+PADDING = 16
+"""Columns behind those that are used, so that a column's rows do not all fall into the same set of the CPU's cache."""
+# Rows of the float64 workspace: path probabilities of the candidates in their order, which become those of the nodes,
+# and the nodes' estimates; then of the children found; and the candidates' estimates.
+PATHS, _EXPECTED, _VOTES, _ESTIMATE, _CHANCE, _CANDIDATE_ESTIMATE = range(6)
+MASS_ROWS = 6
+
+# Rows of the calibration's counts.
+HITS, EXPECTED, RATES = 0, 1, 2
+
+SUCCESSOR = 2
+"""The source of nodes that only the successors proposed."""
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _column(work: Any, token: int, found: int, hashed: bool) -> int:
+    """The column of the child `token` among the first `found`, or -1."""
+    if not hashed:
+        for child in range(found):
+            if work[_FOUND_TOKEN, child] == token:
+                return child
+        return -1
+    mask = work.shape[1] - PADDING - 1
+    slot = (int(token) * 0x9E3779B1) & mask
+    while work[_KEYS, slot] != EMPTY:
+        if work[_KEYS, slot] == token:
+            return int(work[_COLUMNS, slot])
+        slot = (slot + 1) & mask
+    return -1
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _group(corpora: Any, sizes: Any, depth: int, start: int, stop: int, scoring: Any, work: Any, mass: Any) -> Any:
+    """Group the members `work[_ORDER, start:stop]` by their next token.
+
+    `work[_GROUP, start:stop]` becomes each one's group, -1 where its text ends, and `mass[_VOTES, :groups]` their
+    votes.
+
+    Returns:
+        (groups, all votes).
+    """
+    groups = 0
+    votes = 0.0
+    longest = scoring.shape[0] - 1 - VOTES
+    hashed = stop - start > _FEW
+    mask = work.shape[1] - PADDING - 1
+    for i in range(start, stop):
+        member = work[_ORDER, i]
+        source = work[_MEMBER_SOURCE, member]
+        at = work[_MEMBER_POSITION, member] + depth
+        token = int(corpora[source][at]) if at < sizes[source] else -1
+        if token < 0:
+            work[_GROUP, i] = -1
+            continue
+        group = _column(work, token, groups, hashed)
+        if group < 0:
+            group = groups
+            groups += 1
+            work[_FOUND_TOKEN, group] = token
+            work[_FOUND_SIZE, group] = 0
+            work[_FOUND_BEST, group] = member
+            mass[_VOTES, group] = 0.0
+            if hashed:
+                slot = (int(token) * 0x9E3779B1) & mask
+                while work[_KEYS, slot] != EMPTY:
+                    slot = (slot + 1) & mask
+                work[_KEYS, slot] = token
+                work[_COLUMNS, slot] = group
+        weight = scoring[VOTES + min(work[_MEMBER_LENGTH, member] + depth, longest)]
+        votes += weight
+        mass[_VOTES, group] += weight
+        work[_FOUND_SIZE, group] += 1
+        if work[_MEMBER_LENGTH, member] > work[_MEMBER_LENGTH, work[_FOUND_BEST, group]]:
+            work[_FOUND_BEST, group] = member
+        work[_GROUP, i] = group
+    return groups, votes
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _forget(work: Any, groups: int) -> None:
+    """Empty the hash table; after all probing, since one slot emptied earlier would cut another token's probe chain."""
+    mask = work.shape[1] - PADDING - 1
+    for group in range(groups):
+        slot = (int(work[_FOUND_TOKEN, group]) * 0x9E3779B1) & mask
+        while work[_KEYS, slot] != EMPTY:
+            work[_KEYS, slot] = EMPTY
+            slot = (slot + 1) & mask
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _find(
+    corpora: Any,
+    sizes: Any,
+    prompt: int,
+    depth: int,
+    start: int,
+    stop: int,
+    before: int,
+    token: int,
+    keys: Any,
+    entries: Any,
+    prior: Any,
+    scoring: Any,
+    counts: Any,
+    least: float,
+    work: Any,
+    mass: Any,
+) -> Any:
+    """The children of a node: their tokens, cells, estimates and corrected probabilities (`_CHANCE`), given the node.
+
+    Behind the groups of the members come the successors that no member proposes.
+
+    Args:
+        before: The token before `token`; negative: none.
+        token: The node's.
+        least: Successors less probable than this may be left out.
+
+    The others are those of `build`.
+
+    Returns:
+        (groups, found).
+    """
+    groups, votes = _group(corpora, sizes, depth, start, stop, scoring, work, mass)
+    hashed = stop - start > _FEW
+    entry, kind = successors(keys, entries, prior, work[_SCRATCH], before, token)
+    known = entry[TOTAL] > 0
+    for child in range(groups):
+        mass[_ESTIMATE, child] = mass[_VOTES, child] / (votes + 1.0)
+        work[_FOUND_CELL, child] = 1 if known else 0
+    found = groups
+    if known:
+        trust = scoring[TRUST + kind]
+        share = trust / ((votes + 1.0) * (scoring[UNKNOWN] * ONE + trust * entry[TOTAL]))
+        for k in range(KEPT):
+            following = entry[TOKENS + k]
+            if following < 0:
+                break
+            estimate = entry[WEIGHTS + k] * share
+            child = _column(work, following, groups, hashed) if groups else -1
+            if child >= 0:
+                mass[_ESTIMATE, child] += estimate
+                work[_FOUND_CELL, child] = 2
+                continue
+            if estimate * MOST_RATE < least:
+                if not groups:
+                    break
+                continue
+            work[_FOUND_TOKEN, found] = following
+            work[_FOUND_BEST, found] = 2 if kind == PAIR else 1
+            mass[_ESTIMATE, found] = estimate
+            cell = successor_cell(kind, estimate)
+            work[_FOUND_CELL, found] = cell
+            mass[_CHANCE, found] = min(estimate * counts[RATES, cell], _MOST)
+            found += 1
+    if hashed:
+        _forget(work, groups)
+    for child in range(groups):
+        best = work[_FOUND_BEST, child]
+        estimate = mass[_ESTIMATE, child]
+        origin = 2 if work[_MEMBER_SOURCE, best] == 1 else (1 if work[_MEMBER_POSITION, best] + depth >= prompt else 0)
+        cell = copy_cell(
+            origin,
+            work[_MEMBER_LENGTH, best] + depth,
+            estimate,
+            work[_FOUND_CELL, child],
+            work[_FOUND_SIZE, child] > 1,
+        )
+        work[_FOUND_CELL, child] = cell
+        mass[_CHANCE, child] = min(estimate * counts[RATES, cell], _MOST)
+    return groups, found
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _members(sequence_matches: Any, followed: int, passage_matches: Any, passage_followed: int, work: Any) -> int:
+    for k in range(followed):
+        work[_MEMBER_SOURCE, k] = 0
+        work[_MEMBER_POSITION, k] = sequence_matches[0, k]
+        work[_MEMBER_LENGTH, k] = sequence_matches[1, k]
+        work[_ORDER, k] = k
+    members = followed
+    for k in range(passage_followed):
+        work[_MEMBER_SOURCE, members] = 1
+        work[_MEMBER_POSITION, members] = passage_matches[0, k]
+        work[_MEMBER_LENGTH, members] = passage_matches[1, k]
+        work[_ORDER, members] = members
+        members += 1
+    return members
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def observe(counts: Any, work: Any, mass: Any, nodes: int, tokens: Any, fortune: Any) -> None:
+    """Count, for every child of an accepted node of the last tree, what was expected of it and whether it came.
+
+    Args:
+        counts: As in `build`; updated.
+        work: As `build` left it.
+        mass: As `build` left it.
+        nodes: Of the tree.
+        tokens: int32 [n], the tokens that came.
+        fortune: float64 [2], hits and expected hits (corrected) of the last steps, fading; updated.
+    """
+    parent = -1
+    fortune *= _FORTUNE_FADE
+    for token in tokens:
+        accepted = -1
+        for node in range(parent + 1, nodes):
+            if work[PARENT, node] != parent:
+                continue
+            cell = work[_CELL, node]
+            fortune[1] += mass[PATHS, node] / (mass[PATHS, parent] if parent >= 0 else 1.0)
+            counts[EXPECTED, cell] += mass[_EXPECTED, node]
+            if work[TOKEN, node] == token:
+                counts[HITS, cell] += 1.0
+                fortune[0] += 1.0
+                accepted = node
+            counts[RATES, cell] = min(max(counts[HITS, cell] / counts[EXPECTED, cell], LEAST_RATE), MOST_RATE)
+        if accepted < 0:
+            return
+        parent = accepted
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def build(
+    sequence: Any,
+    length: int,
+    prompt: int,
+    passages: Any,
+    size: int,
+    sequence_matches: Any,
+    followed: int,
+    passage_matches: Any,
+    passage_followed: int,
+    keys: Any,
+    entries: Any,
+    prior: Any,
+    scoring: Any,
+    counts: Any,
+    work: Any,
+    mass: Any,
+    max_nodes: int,
+    max_depth: int,
+    floor: float,
+) -> int:
+    """Grow a draft tree best first from the matches of two corpora and from successors.
+
+    Args:
+        sequence: int32 [>= length], prompt and output so far.
+        length: At least one token.
+        prompt: How many of them are the prompt's.
+        passages: int32 [>= size], other texts, separated by negative tokens.
+        size: Tokens of them.
+        sequence_matches: int32 [2, >= followed], positions and match lengths.
+        followed: Matches in the sequence.
+        passage_matches: int32 [2, >= passage_followed].
+        passage_followed: Matches in the passages.
+        keys: int64 [sets, ways], of the successor table; no sets: none.
+        entries: int32 [sets * ways, ENTRY_COLUMNS].
+        prior: int32 [tokens, BEST], by token id its next tokens; see `successors`.
+        scoring: float64 [VOTES + lengths], see `Scoring`.
+        counts: float64 [3, CELLS]; the RATES correct the estimate of a candidate by its cell.
+        work: int32 [WORK_ROWS, width + PADDING], overwritten; width a power of two, > 2 * all matches, >= all matches
+            + KEPT, > max_nodes. The hash table in it is empty (`EMPTY`), and left so. The tree's columns are
+            `work[:TREE_ROWS, :nodes]`, in order of falling probability,
+        mass: float64 [MASS_ROWS, width + PADDING], overwritten; and `mass[PATHS, :nodes]` the path probabilities.
+        max_nodes: Most nodes, at least 1.
+        max_depth: Longest path.
+        floor: Least path probability of a node.
+
+    Returns:
+        The number of nodes.
+    """
+    corpora, sizes = (sequence, passages), (length, size)
+    # The best `max_nodes` candidates so far, in order; those before `nodes` are in the tree. Any other can never be.
+    paths, ranked = mass[PATHS], work[_RANKED]
+    ordered = nodes = depth = start = 0
+    prepare(work[_SCRATCH])
+    stop = _members(sequence_matches, followed, passage_matches, passage_followed, work)
+    token, before, above = int(sequence[length - 1]), int(sequence[length - 2]) if length > 1 else -1, 1.0
+    while True:
+        # No candidate below the least of `max_nodes` others is ever taken, and no child is above its parent.
+        bar = floor if ordered < max_nodes else max(floor, paths[max_nodes - 1])
+        if depth < max_depth and above * _MOST >= bar:
+            groups, found = _find(
+                corpora, sizes, prompt, depth, start, stop, before, token, keys, entries, prior, scoring, counts,
+                bar / above, work, mass,
+            )  # fmt: skip
+            # Groups become neighbouring slices of the node's own, so that candidates never share a member.
+            first = start
+            for group in range(groups):
+                work[_FOUND_START, group] = first
+                first += work[_FOUND_SIZE, group]
+            for child in range(found):
+                path = above * mass[_CHANCE, child]
+                if path < floor:
+                    continue
+                if ordered < max_nodes:
+                    c = ordered
+                    ordered += 1
+                elif path > paths[max_nodes - 1]:
+                    c = ranked[max_nodes - 1]
+                else:
+                    continue
+                at = ordered - 1
+                while at > nodes and paths[at - 1] < path:
+                    paths[at] = paths[at - 1]
+                    ranked[at] = ranked[at - 1]
+                    at -= 1
+                paths[at] = path
+                ranked[at] = c
+                work[_TOKEN, c] = work[_FOUND_TOKEN, child]
+                work[_PARENT, c] = nodes - 1
+                work[_DEPTH, c] = depth + 1
+                work[_ORIGIN, c] = work[_FOUND_BEST, child]
+                work[_CANDIDATE_CELL, c] = work[_FOUND_CELL, child]
+                mass[_CANDIDATE_ESTIMATE, c] = mass[_ESTIMATE, child]
+                work[_START, c] = work[_STOP, c] = 0
+                if child < groups:
+                    work[_START, c] = work[_FOUND_START, child]
+                    work[_STOP, c] = work[_FOUND_START, child] + work[_FOUND_SIZE, child]
+            if groups and stop > start + 1:
+                for i in range(start, stop):
+                    group = work[_GROUP, i]
+                    if group >= 0:
+                        work[_MOVED, work[_FOUND_START, group]] = work[_ORDER, i]
+                        work[_FOUND_START, group] += 1
+                for i in range(start, first):
+                    work[_ORDER, i] = work[_MOVED, i]
+        if nodes == ordered:
+            return nodes
+        c = ranked[nodes]
+        above = paths[nodes]
+        token, depth = int(work[_TOKEN, c]), int(work[_DEPTH, c])
+        start, stop = int(work[_START, c]), int(work[_STOP, c])
+        parent, origin = work[_PARENT, c], work[_ORIGIN, c]
+        before = int(work[TOKEN, parent] if parent >= 0 else sequence[length - 1])
+        work[TOKEN, nodes] = token
+        work[PARENT, nodes] = parent
+        work[DEPTH, nodes] = depth
+        work[_CELL, nodes] = work[_CANDIDATE_CELL, c]
+        mass[_EXPECTED, nodes] = mass[_CANDIDATE_ESTIMATE, c]
+        if stop > start:
+            work[SOURCE, nodes] = work[_MEMBER_SOURCE, origin]
+            work[POSITION, nodes] = work[_MEMBER_POSITION, origin] + depth - 1
+            work[MATCH_LENGTH, nodes] = work[_MEMBER_LENGTH, origin] + depth - 1
+        else:
+            work[SOURCE, nodes] = SUCCESSOR
+            work[POSITION, nodes] = -1
+            work[MATCH_LENGTH, nodes] = origin
+        nodes += 1
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def ancestor_mask(parents: Any) -> Any:
+    """Which nodes each node sees: itself, its ancestors and the root.
+
+    Args:
+        parents: int32 [nodes], -1: the root; parents come before children.
+
+    Returns:
+        bool [nodes + 1, nodes + 1], row and column 0 the root.
+    """
+    n = parents.shape[0] + 1
+    mask = np.zeros((n, n), dtype=np.bool_)
+    mask[0, 0] = True
+    for i in range(1, n):
+        parent = parents[i - 1] + 1
+        mask[i, : parent + 1] = mask[parent, : parent + 1]
+        mask[i, i] = True
+    return mask
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def paths(parents: Any, depths: Any) -> Any:
+    """The rows from the root to each node.
+
+    Args:
+        parents: int32 [nodes], -1: the root; parents come before children.
+        depths: int32 [nodes].
+
+    Returns:
+        int32 [nodes + 1, deepest + 1]; row 0 is the root; zeros behind a path's end.
+    """
+    deepest = 0
+    for depth in depths:
+        deepest = max(deepest, depth)
+    rows = np.zeros((parents.shape[0] + 1, deepest + 1), np.int32)
+    for i in range(1, rows.shape[0]):
+        depth = depths[i - 1]
+        rows[i, :depth] = rows[parents[i - 1] + 1, :depth]
+        rows[i, depth] = i
+    return rows
