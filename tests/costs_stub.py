@@ -10,9 +10,13 @@ class EverythingPays:
 
     max_nodes = 1024
 
-    def best_size(self, tree: Sized) -> int:
+    def rests(self) -> bool:
+        """Never."""
+        return False
+
+    def best_size(self, tree: Sized, context: int = 0, luck: float = 1.0) -> int:
         """All of the tree."""
         return len(tree)
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, context: int, seconds: float) -> None:
         """Learn nothing."""

@@ -156,6 +156,11 @@ class TreeCache(Cache):
         """Bytes held for keys and values."""
         return sum(layer.nbytes for layer in self.tree_layers)
 
+    def pretend(self, length: int) -> None:
+        """Take the first `length` positions for committed, whatever they hold; for timing."""
+        for layer in self.tree_layers:
+            layer.length = length
+
     def show(self, positions: int | None) -> None:
         """Make the next passes attend over that many positions, whatever they hold; None: over what was written."""
         for layer in self.tree_layers:

@@ -1,124 +1,261 @@
-"""What a step costs by its number of positions, measured, and the tree size that pays."""
+"""What a step costs by its positions and the text before it, measured, and the tree size that pays."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from reader_rag.decode.step import Target
 from reader_rag.draft.tree import DraftTree
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-_CONTEXT = 256
-"""Committed positions that a step is timed behind: about those of a short question with passages."""
-_BUDGET_S = 2.0
-_ROUNDS = 3
-_SLOWER, _FASTER = 0.05, 0.5
-"""Weights of a new observation above and below what was expected: neighbours on the machine only ever add time."""
-_EXPLORE_EVERY, _EXPLORE_NODES = 32, 4
-"""After so many plain steps in a row a small draft is tried all the same, so that a bad measurement is found out."""
+_VERSION = 2
+"""Of the remembered file; raise it when a step computes otherwise than before."""
+_ROWS = (1, 8, 4, 16, 2, 32, 5, 9, 17, 64, 3, 12, 13, 24, 48, 128)
+"""Sizes that are timed, in this order: the first five say most. The odd ones stand where blocks of rows begin."""
+_CONTEXTS = (64, 1024)
+"""Committed positions that a step is timed behind; the longer only for a few sizes, `_FAR_ROWS`."""
+_FAR_ROWS = (1, 8, 32)
+_BUDGET_S, _LEAST_STEPS = 2.0, 5
+_ONCE = 3.0
+"""Sizes that take this many times as long as a plain step are timed once only."""
+_LOAD_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.02
+"""Weights of a step in how busy the machine is, which all sizes have in common, and in the cost of its own size."""
+_WRONG_WEIGHT = 0.5
+"""Weight in the cost of its own size of a step that took less than half the time: it was measured in a bad moment."""
+_EXPLORE_EVERY, _EXPLORE_NODES = 48, 3
+"""At so many plain steps in a row a small draft is tried all the same, so that a bad measurement is found out."""
+_WIDEN_EVERY = 32
+"""One draft in so many is verified to twice its size, for the same reason."""
+_REST_AFTER, _DRAFT_EVERY = 16, 4
+"""After so many plain steps in a row, one step in so many makes a draft at all."""
+
+Float64 = NDArray[np.float64]
 
 
 class StepCosts:
-    """Seconds of a verify step by its positions (the root and the drafted nodes).
+    """Seconds of a verify step, `T(rows, context)`: linear in the context, interpolated between measured rows.
 
-    Measured once on a few sizes, refined by every step that runs. Times between measured sizes are interpolated, and a
-    larger step is never taken to be cheaper than a smaller one.
+    Measured once on a few sizes, refined by every step that runs: how much slower the machine is as a whole, which
+    changes no decision, apart from what a size costs beside the others. A larger step is never taken to be cheaper
+    than a smaller one.
 
     Args:
-        rows: Measured sizes, rising, the first 1.
-        seconds: Their times.
+        rows: Measured sizes, rising, the first 1. A size is the root and the drafted nodes.
+        base: Their seconds behind no text.
+        slope: Seconds that each position of the text before adds; None: nothing.
     """
 
-    def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
+    def __init__(
+        self, rows: Sequence[int], base: Sequence[float] | Float64, slope: Sequence[float] | Float64 | None = None
+    ) -> None:
         self._rows = np.array(rows, dtype=np.float64)
-        self._seconds = np.array(seconds, dtype=np.float64)
-        self._curve = self._curve_of(int(self._rows[-1]))
-        self._plain_in_a_row = 0
+        self._base = np.array(base, dtype=np.float64)
+        self._slope = np.zeros(len(rows)) if slope is None else np.array(slope, dtype=np.float64)
+        self._all_rows = np.arange(1, int(self._rows[-1]) + 1, dtype=np.float64)
+        self._load = 0.0
+        self._plain_in_a_row = self._drafts = 0
 
     @classmethod
     def measure(cls, target: Target, max_nodes: int) -> StepCosts:
-        """Time steps of the target.
+        """Time steps of the target, for two seconds or five steps, whichever is longer.
 
-        The least time of a few rounds counts: on a shared machine the others tell of the neighbours. On a target so
-        slow that one round takes two seconds, one round is all.
+        The least time of a few rounds counts: on a shared machine the others tell of the neighbours.
 
         Args:
             target: The model.
             max_nodes: Most nodes of a tree.
         """
         window = target.context_window or 1 << 20
-        context = max(min(_CONTEXT, window // 2), 1)
-        max_nodes = max(min(max_nodes, window - context - 1), 0)  # the chains that are timed end inside the window
-        rows = [*(r for r in _ROWS if r <= max_nodes), max_nodes + 1]
+        max_nodes = max(min(max_nodes, window - 2), 0)
+        rows = sorted({*(r for r in _ROWS if r <= max_nodes), 1, max_nodes + 1})
+        near, far = (max(min(context, window - max_nodes - 1), 1) for context in _CONTEXTS)
+        order = sorted(rows, key=lambda r: _ROWS.index(r) if r in _ROWS else len(_ROWS))
+        plan = [(near, count) for count in order] + [(far, count) for count in order if count in _FAR_ROWS]
         token = int(target.config.vocab_size) // 2
-        cache = target.new_cache(context, max_nodes)
-        target.prefill([token] * context, cache)
-        best = [float("inf")] * len(rows)
-        started = time.perf_counter()
-        for _ in range(_ROUNDS):
-            for k, count in enumerate(rows):
+        cache = target.new_cache(far, max_nodes)
+        target.prefill([token], cache)
+        target.verify(token, DraftTree.from_chain([token] * max_nodes), cache)  # first use of its kernels
+        best: dict[tuple[int, int], float] = {}
+        steps, started = 0, time.perf_counter()
+        while True:
+            for place in plan:
+                if steps >= _LEAST_STEPS and time.perf_counter() - started > _BUDGET_S:
+                    return cls._fitted(rows, near, far, best)
+                context, count = place
+                if best.get(place, 0.0) > _ONCE * best.get((near, 1), math.inf):
+                    continue
+                cache.pretend(context)
                 tree = DraftTree.from_chain([token] * (count - 1))
                 before = time.perf_counter()
                 target.verify(token, tree, cache).argmax(-1).tolist()
-                best[k] = min(best[k], time.perf_counter() - before)
-            if time.perf_counter() - started > _BUDGET_S:
-                break
-        return cls(rows, best)
+                best[place] = min(best.get(place, math.inf), time.perf_counter() - before)
+                steps += 1
 
-    @property
-    def seconds(self) -> NDArray[np.float64]:
-        """float64 [max rows + 1], the time of a step by its positions; index 0 is unused."""
-        return self._curve
+    @classmethod
+    def _fitted(cls, rows: Sequence[int], near: int, far: int, best: Mapping[tuple[int, int], float]) -> StepCosts:
+        """From times by (context, rows); those that there was no time to measure lie between or beyond the others."""
+        at_near = {count: seconds for (context, count), seconds in sorted(best.items()) if context == near}
+        base = np.interp(rows, list(at_near), list(at_near.values()))
+        if rows[-1] > max(at_near):  # not measured: at worst in proportion
+            largest = max(at_near)
+            base = np.array(
+                [b if r <= largest else at_near[largest] * r / largest for r, b in zip(rows, base, strict=True)]
+            )
+        base = np.minimum.accumulate(base[::-1])[::-1]  # as in `seconds`
+        slope = np.zeros(len(rows))
+        gained = {
+            count: max(seconds - base[rows.index(count)], 0.0) / (far - near)
+            for (context, count), seconds in sorted(best.items())
+            if context == far != near
+        }
+        if gained:
+            slope = np.interp(rows, list(gained), list(gained.values()))
+        return cls(rows, base - np.minimum(slope * near, 0.5 * base), slope)
+
+    def seconds(self, context: int = 0) -> Float64:
+        """float64 [max rows], the time of steps of 1, 2, ... rows behind that many positions."""
+        times = (self._base + self._slope * context) * math.exp(self._load)
+        # Where a small step was measured in a bad moment, the larger one is the better witness.
+        return np.interp(self._all_rows, self._rows, np.minimum.accumulate(times[::-1])[::-1])
 
     @property
     def max_nodes(self) -> int:
         """Most nodes of a tree whose cost is known."""
-        return len(self._curve) - 2
+        return len(self._all_rows) - 1
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, context: int, seconds: float) -> None:
         """Learn from a step that ran.
 
         Args:
             rows: Its positions.
+            context: Committed positions before it.
             seconds: Its time. Ten times what was expected is the machine's doing, not the step's, and not learned.
         """
-        if not 1 <= rows < len(self._curve) or seconds > 10 * self._curve[rows]:
+        if not 1 <= rows <= len(self._all_rows) or seconds <= 0.0:
             return
-        error = seconds - self._curve[rows]
-        weight = _SLOWER if error > 0 else _FASTER
+        expected = float(self.seconds(context)[rows - 1])
+        error = math.log(seconds / expected)
+        if error > math.log(10):
+            return
+        self._load += _LOAD_WEIGHT * max(error, -1.0)
+        weight = _WRONG_WEIGHT if error < -math.log(2) else _SHAPE_WEIGHT
         right = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         left = max(right - 1, 0)
         span = self._rows[right] - self._rows[left]
         share = (rows - self._rows[left]) / span if span else 1.0
-        self._seconds[right] += weight * share * error
-        if left != right:
-            self._seconds[left] += weight * (1.0 - share) * error
-        self._curve = self._curve_of(len(self._curve) - 1)
+        for at, part in ((right, share), (left, 1.0 - share)):
+            if part > 0.0:
+                factor = math.exp(weight * part * error)
+                self._base[at] *= factor
+                self._slope[at] *= factor
 
-    def best_size(self, tree: DraftTree) -> int:
+    def rests(self) -> bool:
+        """Whether the next step goes without a draft: where none has paid for a while, most do."""
+        if self._plain_in_a_row < _REST_AFTER:
+            return False
+        self._plain_in_a_row += 1
+        return self._plain_in_a_row % _DRAFT_EVERY != 0
+
+    def best_size(self, tree: DraftTree, context: int = 0, luck: float = 1.0) -> int:
         """How many of a tree's nodes to verify.
 
         Nodes come in falling probability, so the first n are the best tree of n nodes, and one scan finds the n that
-        maximises expected tokens per second, `(1 + sum of the first n path probabilities) / T(n + 1)`.
+        maximises expected tokens per second, `(1 + sum of the first n path probabilities) / T(n + 1, context)`.
+
+        Args:
+            tree: What was drafted.
+            context: Committed positions.
+            luck: How much rarer than estimated drafts have lately been right (`TreeBuilder.luck`), for each token.
 
         Returns:
             0..len(tree); 0: a plain step is faster.
         """
-        most = min(len(tree), len(self._curve) - 2)
-        expected = 1.0 + np.concatenate([np.zeros(1), np.cumsum(tree.probabilities[:most])])
-        size = int(np.argmax(expected / self._curve[1 : most + 2]))
-        self._plain_in_a_row = self._plain_in_a_row + 1 if most and not size else 0
-        if self._plain_in_a_row > _EXPLORE_EVERY:
+        most = min(len(tree), self.max_nodes)
+        probabilities = tree.probabilities[:most]
+        if luck < 1.0:
+            probabilities = probabilities * luck ** tree.depths[:most]
+        expected = np.concatenate([np.ones(1), 1.0 + np.cumsum(probabilities)])
+        size = int(np.argmax(expected / self.seconds(context)[: most + 1]))
+        if size:
+            self._drafts += 1
             self._plain_in_a_row = 0
+            return size if self._drafts % _WIDEN_EVERY else min(2 * size + 1, most)
+        self._plain_in_a_row += bool(most)
+        if self._plain_in_a_row > _EXPLORE_EVERY:
+            self._plain_in_a_row = _REST_AFTER
             return min(most, _EXPLORE_NODES)
         return size
 
-    def _curve_of(self, most: int) -> NDArray[np.float64]:
-        # A larger step costs no less than a smaller one; and where a smaller one was measured in a bad moment, the
-        # larger one is the better witness.
-        seconds = np.minimum.accumulate(self._seconds[::-1])[::-1]
-        return np.interp(np.arange(most + 1), self._rows, seconds)
+    def save(self, path: Path, key: dict[str, Any]) -> None:
+        """Remember the costs; nothing happens where the folder cannot be written."""
+        held = {"key": key, "rows": self._rows.tolist(), "base": self._base.tolist(), "slope": self._slope.tolist()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=path.parent, prefix=".costs-")
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                json.dump(held, file)
+            Path(name).replace(path)
+        except OSError:
+            return
+
+    @classmethod
+    def load(cls, path: Path, key: dict[str, Any], max_nodes: int) -> StepCosts | None:
+        """What was remembered, or None if that is nothing, of something else, of fewer nodes, or damaged."""
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+            costs = cls([int(rows) for rows in held["rows"]], held["base"], held["slope"])
+            sound = bool((costs._base > 0).all() and (costs._slope >= 0).all() and (np.diff(costs._rows) > 0).all())
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            return None
+        return costs if sound and held["key"] == key and costs.max_nodes >= max_nodes else None
+
+
+def remembered(target: Target, max_nodes: int, folder: Path) -> StepCosts:
+    """The costs of a target: those of an earlier process on this device, or else measured now and remembered.
+
+    Args:
+        target: The model.
+        max_nodes: Most nodes of a tree.
+        folder: Where costs are kept.
+    """
+    key = _key(target)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"{name}.json"
+    window = target.context_window or 1 << 20
+    costs = StepCosts.load(path, key, min(max_nodes, window - 2))
+    if costs is None:
+        costs = StepCosts.measure(target, max_nodes)
+        costs.save(path, key)
+    return costs
+
+
+def _key(target: Target) -> dict[str, Any]:
+    """What the cost of a step depends on."""
+    device = target.device
+    return {
+        "version": _VERSION,
+        "model": target.config.to_dict().get("model_type", ""),
+        "shapes": hashlib.sha256(
+            repr([(name, tuple(p.shape)) for name, p in target.model.named_parameters()]).encode()
+        ).hexdigest()[:16],
+        "dtype": str(target.model.dtype),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} {platform.machine()}",
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "forward": "torch" if target.cpu is None else "compiled",
+        "torch": torch.__version__,
+    }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from reader_rag.decode.costs import StepCosts
+from reader_rag.decode.costs import StepCosts, remembered
 from reader_rag.decode.step import Target
 from reader_rag.draft.tree import DraftTree
 
@@ -26,12 +28,32 @@ def _chain(*probabilities: float) -> DraftTree:
 
 def test_times_between_measured_sizes_are_interpolated() -> None:
     costs = StepCosts([1, 3, 5], [1.0, 2.0, 6.0])
-    assert costs.seconds[1:].tolist() == [1.0, 1.5, 2.0, 4.0, 6.0]
+    assert costs.seconds().tolist() == [1.0, 1.5, 2.0, 4.0, 6.0]
+
+
+def test_the_text_before_adds_to_every_size_what_was_measured_there() -> None:
+    costs = StepCosts([1, 3], [1.0, 2.0], [0.001, 0.003])
+    assert costs.seconds(1000).tolist() == pytest.approx([2.0, 3.5, 5.0])
 
 
 def test_a_larger_step_is_never_taken_to_be_cheaper() -> None:
     costs = StepCosts([1, 2, 3], [2.0, 1.0, 3.0])
-    assert costs.seconds[1:].tolist() == [1.0, 1.0, 3.0]
+    assert costs.seconds().tolist() == [1.0, 1.0, 3.0]
+
+
+def test_a_long_text_makes_wide_steps_dear() -> None:
+    costs = StepCosts([1, 2, 3], [1.0, 1.1, 1.2], [0.0, 0.001, 0.002])
+    tree = _chain(0.6, 0.5)
+    assert costs.best_size(tree, context=0) == 2
+    assert costs.best_size(tree, context=2000) == 0
+
+
+def test_bad_luck_makes_trees_smaller() -> None:
+    costs = StepCosts([1, 2, 3], [1.0, 1.2, 1.4])
+    tree = _chain(0.6, 0.4)
+    assert costs.best_size(tree) == 2
+    assert costs.best_size(tree, luck=0.5) == 1  # 0.3, then 0.4 * 0.25
+    assert costs.best_size(tree, luck=0.1) == 0
 
 
 @pytest.mark.parametrize(
@@ -57,43 +79,120 @@ def test_trees_beyond_what_was_measured_are_cut() -> None:
     assert StepCosts([1, 2, 3], [1.0, 1.0, 1.0]).best_size(_chain(0.9, 0.8, 0.7, 0.6)) == 2
 
 
-def test_observations_move_the_nearest_sizes() -> None:
-    costs = StepCosts([1, 9], [1.0, 1.0])
-    for _ in range(500):
-        costs.observe(9, 3.0)
-    assert costs.seconds[9] == pytest.approx(3.0, abs=1e-3)
-    assert costs.seconds[1] == 1.0
-    assert costs.seconds[5] == pytest.approx(2.0, abs=1e-3)
+def test_a_busy_machine_is_slower_at_all_sizes_alike() -> None:
+    costs = StepCosts([1, 8], [1.0, 4.0])
+    before = costs.seconds()
+    for _ in range(50):
+        costs.observe(1, 0, 2.0)
+        costs.observe(8, 0, 8.0)
+    assert costs.seconds() == pytest.approx(2.0 * before, rel=0.05)
+    assert costs.seconds()[7] / costs.seconds()[0] == pytest.approx(4.0, rel=0.05)
 
 
-def test_a_faster_step_is_believed_sooner_than_a_slower_one() -> None:
-    costs = StepCosts([1, 2], [1.0, 2.0])
-    costs.observe(2, 3.0)
-    assert costs.seconds[2] == pytest.approx(2.05)
-    costs.observe(2, 1.05)
-    assert costs.seconds[2] == pytest.approx(1.55)
+def test_a_size_that_costs_otherwise_than_measured_is_found_out() -> None:
+    costs = StepCosts([1, 8], [1.0, 8.0])
+    for _ in range(300):
+        costs.observe(1, 0, 1.0)
+        costs.observe(8, 0, 2.0)
+    assert costs.seconds()[7] / costs.seconds()[0] == pytest.approx(2.0, rel=0.1)
+
+
+def test_an_observation_moves_the_measured_sizes_beside_it() -> None:
+    costs = StepCosts([1, 5, 9, 13], [1.0, 1.0, 1.0, 1.0])
+    for _ in range(200):
+        costs.observe(1, 0, 1.0)
+        costs.observe(7, 0, 3.0)
+    seconds = costs.seconds() / costs.seconds()[0]
+    assert seconds[6] == pytest.approx(3.0, rel=0.2)
+    assert seconds[12] >= seconds[8] > 1.5
 
 
 def test_a_bad_measurement_is_found_out() -> None:
     costs = StepCosts([1, 2, 3, 5], [1.0, 100.0, 100.0, 100.0])  # a stalled moment made drafts look hopeless
     tree = _chain(0.9, 0.8, 0.7, 0.6)
     sizes = []
-    for _ in range(400):
+    for _ in range(900):
         sizes.append(costs.best_size(tree))
-        costs.observe(sizes[-1] + 1, 1.1 if sizes[-1] else 1.0)
+        costs.observe(sizes[-1] + 1, 0, 1.1 if sizes[-1] else 1.0)
     assert sizes[0] == 0
     assert sizes[-1] == 4
 
 
+def test_where_no_draft_pays_most_steps_go_without_one() -> None:
+    costs = StepCosts([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])
+    drafted = verified = 0
+    for _ in range(200):
+        if not costs.rests():
+            drafted += 1
+            verified += bool(costs.best_size(_chain(0.1, 0.05, 0.01)))
+    assert 40 < drafted < 80
+    assert 1 < verified < 10  # a few are tried all the same
+
+
+def test_a_draft_that_pays_ends_the_rest() -> None:
+    costs = StepCosts([1, 2], [1.0, 1.5])
+    for _ in range(50):
+        costs.rests()
+        costs.best_size(_chain(0.1))
+    assert any(costs.rests() for _ in range(4))
+    assert costs.best_size(_chain(0.9)) == 1
+    assert not any(costs.rests() for _ in range(8))
+
+
 def test_a_stall_of_the_machine_is_not_learned() -> None:
     costs = StepCosts([1, 2], [1.0, 1.0])
-    costs.observe(2, 100.0)
-    assert costs.seconds[2] == 1.0
+    costs.observe(2, 0, 100.0)
+    assert costs.seconds()[1] == 1.0
 
 
 def test_a_target_is_measured_for_every_size_of_tree(tiny_model: object) -> None:
     costs = StepCosts.measure(Target(tiny_model), max_nodes=12)  # type: ignore[arg-type]
-    seconds = costs.seconds[1:]
+    seconds = costs.seconds()
     assert len(seconds) == 13
     assert (seconds > 0).all()
     assert (np.diff(seconds) >= 0).all()
+    assert (costs.seconds(1000) >= seconds).all()
+
+
+KEY = {"model": "tiny"}
+
+
+def test_remembered_costs_are_the_same(tmp_path: Path) -> None:
+    costs = StepCosts([1, 2, 4], [1.0, 1.5, 3.0], [0.0, 0.1, 0.2])
+    costs.save(tmp_path / "deeper" / "costs.json", KEY)
+    held = StepCosts.load(tmp_path / "deeper" / "costs.json", KEY, max_nodes=3)
+    assert held is not None
+    assert held.seconds(7).tolist() == costs.seconds(7).tolist()
+    assert [path.name for path in (tmp_path / "deeper").iterdir()] == ["costs.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"key": {"model": "other"}, "rows": [1, 4], "base": [1, 2], "slope": [0, 0]}',
+        '{"key": {"model": "tiny"}, "rows": [1, 2], "base": [1, 2], "slope": [0, 0]}',  # of smaller trees
+        '{"key": {"model": "tiny"}, "rows": [1, 4], "base": [1, -2], "slope": [0, 0]}',
+        '{"key": {"model": "tiny"}, "rows": [4, 1], "base": [1, 2], "slope": [0, 0]}',
+    ],
+)
+def test_a_file_of_something_else_is_measured_again(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(content)
+    assert StepCosts.load(path, KEY, max_nodes=3) is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    StepCosts([1, 2], [1.0, 1.0]).save(tmp_path / "file" / "costs.json", KEY)
+
+
+def test_costs_are_measured_once_for_a_model_and_a_device(tmp_path: Path, tiny_model: object) -> None:
+    target = Target(tiny_model)  # type: ignore[arg-type]
+    first = remembered(target, 6, tmp_path)
+    again = remembered(target, 6, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert again.seconds(100).tolist() == first.seconds(100).tolist()
+    assert remembered(target, 9, tmp_path).max_nodes == 9  # larger trees are measured anew
