@@ -43,6 +43,7 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 256,
     max_nodes: Annotated[int | None, typer.Option(min=0, help="Most nodes of a draft tree.")] = None,
+    successors: Annotated[bool, typer.Option(help="Draft from the model's own next tokens too.")] = True,
     batch: Annotated[str, typer.Option(help="Prompts decoded at once; this version decodes one.")] = "1",
     exactness: Annotated[str, typer.Option(help="fast or strict.")] = "fast",
     forward: Annotated[
@@ -59,12 +60,19 @@ def generate(
         raise ConfigError(f"--batch {batch}: this version decodes one request at a time; leave --batch at 1")
     if (prompts is None) == (replay is None):
         raise ConfigError("give either --prompts FILE or --replay TRACES")
+    from dataclasses import replace as changed
+
     from reader_rag.bench.generate import compare
     from reader_rag.config import DraftConfig, GenerationConfig
 
     wanted = [c for c in categories.split(",") if c]
     generation = GenerationConfig(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    draft = None if max_nodes is None else DraftConfig(max_nodes=max_nodes)
+    usual = DraftConfig()
+    draft = changed(
+        usual,
+        max_nodes=usual.max_nodes if max_nodes is None else max_nodes,
+        max_successors=usual.max_successors if successors else 0,
+    )
     engine = _engine(model, dtype, device, exactness, forward, draft, random_weights=replay is not None)
     tasks = _tasks(engine, prompts, replay, wanted, limit, generation)
     console = _console()
@@ -159,3 +167,19 @@ def _print(report: dict[str, Any]) -> None:
         same = report["identical"]
         differing = f"; different: {', '.join(same['different'])}" if same["different"] else ""
         console.print(f"reader = plain: {same['compared'] - len(same['different'])} of {same['compared']}{differing}")
+
+
+def _register() -> None:
+    from reader_rag.bench import replay_commands as commands
+
+    traces = "traces.jsonl --top8 traces.npz"
+    for function, example in (
+        (commands.replay, f"reader-rag bench replay {traces} --nodes 64"),
+        (commands.drafting, f"reader-rag bench drafting {traces}"),
+        (commands.record, "reader-rag bench record traces.jsonl --limit 20"),
+        (commands.calibrate, "reader-rag bench calibrate traces.jsonl priors.npz --top8 traces.npz"),
+    ):
+        app.command(epilog=f"Example: {example}")(function)
+
+
+_register()

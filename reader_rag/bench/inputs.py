@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,13 +21,27 @@ class BenchPrompt:
 
 
 @dataclass(frozen=True)
+class TracePassage:
+    """A passage of a trace: tokens `start` to `stop` of its prompt, or without `stop` a text of its own."""
+
+    id: str
+    start: int = 0
+    stop: int | None = None
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Trace:
-    """A recorded answer: one JSON object a line, `{"id", "category", "model", "prompt": [ids], "output": [ids]}`."""
+    """A recorded answer: one JSON object a line, `{"id", "category", "model", "prompt": [ids], "output": [ids]}`.
+
+    It may have `"passages"`: a list of `{"id", "start", "stop"}` (tokens of the prompt) or `{"id", "tokens": [ids]}`.
+    """
 
     id: str
     category: str
     prompt: tuple[int, ...]
     output: tuple[int, ...]
+    passages: tuple[TracePassage, ...] = ()
 
 
 _Row = TypeVar("_Row", BenchPrompt, Trace)
@@ -44,21 +58,18 @@ def read_prompts(path: Path, categories: Sequence[str] = (), limit: int | None =
     Raises:
         ConfigError: The file cannot be read, a line is not of that form, or nothing is left.
     """
-    prompts = [BenchPrompt(str(row["id"]), str(row["category"]), str(row["turns"][0])) for row in _rows(path, "turns")]
+    prompts = list(_rows(path, ("id", "category", "turns"), _prompt))
     return _selected(prompts, path, categories, limit)
 
 
 def read_traces(path: Path, categories: Sequence[str] = (), limit: int | None = None) -> list[Trace]:
     """The answers of a trace file; arguments and errors as in `read_prompts`."""
-    traces = [
-        Trace(str(row["id"]), str(row["category"]), tuple(row["prompt"]), tuple(row["output"]))
-        for row in _rows(path, "prompt")
-        if row["output"]
-    ]
+    traces = [trace for trace in _rows(path, ("id", "category", "prompt", "output"), _trace) if trace.output]
     return _selected(traces, path, categories, limit)
 
 
-def _rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, fields: Sequence[str], make: Callable[[dict[str, Any]], _Row]) -> Iterator[_Row]:
+    """What `make` makes of each line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as cause:
@@ -67,12 +78,36 @@ def _rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if not row[field] or "id" not in row or "category" not in row:
-                raise ValueError(f"id, category or {field} missing or empty")
-        except (ValueError, KeyError, TypeError) as cause:
-            raise ConfigError(f"{path}, line {number}: not a JSON object with id, category and {field}") from cause
-        yield row
+            yield make(json.loads(line))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as cause:
+            wanted = ", ".join(fields[:-1]) + f" and {fields[-1]}"
+            raise ConfigError(f"{path}, line {number}: not a JSON object with id, {wanted[4:]} ({cause})") from cause
+
+
+def _prompt(row: dict[str, Any]) -> BenchPrompt:
+    if not isinstance(row["turns"], list) or not row["turns"]:
+        raise ValueError("turns is no list of texts")
+    return BenchPrompt(str(row["id"]), str(row["category"]), str(row["turns"][0]))
+
+
+def _trace(row: dict[str, Any]) -> Trace:
+    prompt, output = _token_ids(row["prompt"]), _token_ids(row["output"])
+    if not prompt:
+        raise ValueError("prompt is empty")
+    passages = []
+    for held in row.get("passages", ()):
+        start, stop = held.get("start", 0), held.get("stop")
+        if stop is not None and not 0 <= start < stop <= len(prompt):
+            raise ValueError(f"passage {held['id']} has no tokens {start}..{stop} in a prompt of {len(prompt)}")
+        passages.append(TracePassage(str(held["id"]), start, stop, _token_ids(held.get("tokens", ()))))
+    return Trace(str(row["id"]), str(row["category"]), prompt, output, tuple(passages))
+
+
+def _token_ids(values: Sequence[Any]) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise ValueError(f"{value!r} is no token id")
+    return tuple(values)
 
 
 def _selected(rows: list[_Row], path: Path, categories: Sequence[str], limit: int | None) -> list[_Row]:

@@ -17,6 +17,7 @@ from reader_rag.decode.types import Prompt
 LOOKUP_SIZES = (2, 3)
 """n-gram sizes of `transformers`' prompt lookup that are tried; the better one is reported."""
 LOOKUP_TOKENS = 10
+_TENANT = "bench"
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,10 @@ def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
         generation = GenerationConfig(max_tokens=len(task.forced), ignore_eos=True, speculate=speculate)
     elif generation.speculate != speculate:
         generation = GenerationConfig(**{**generation.__dict__, "speculate": speculate})
+    with engine.lock:
+        engine.learned.forget(_TENANT)  # every prompt begins with what a new process knows
     started = time.perf_counter()
-    with engine.stream(task.prompt, generation, selector=selector) as stream:
+    with engine.stream(task.prompt, generation, selector=selector, tenant=_TENANT) as stream:
         next(stream)
         first = time.perf_counter()
         for _ in stream:

@@ -1,0 +1,79 @@
+"""Pictures of a replay: how true the estimates are, and what each part of the drafter gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reader_rag.errors import ConfigError, MissingDependencyError
+
+_WIDTH, _HEIGHT, _DPI = 6.4, 4.4, 110
+
+
+def plot_reliability(bins: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw predicted against observed acceptance.
+
+    Args:
+        bins: `{"predicted", "observed", "nodes"}` each.
+        path: A .png or .svg file, overwritten.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: The file cannot be written.
+    """
+    figure, axes = _figure()
+    axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="as predicted")
+    most = max((float(held["nodes"]) for held in bins), default=1.0)
+    axes.scatter(
+        [held["predicted"] for held in bins],
+        [held["observed"] for held in bins],
+        s=[12 + 240 * (float(held["nodes"]) / most) ** 0.5 for held in bins],
+        color="tab:blue",
+        alpha=0.8,
+        label="drafted nodes whose parent was accepted",
+    )
+    axes.set(xlabel="predicted probability", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
+    axes.legend(loc="upper left", frameon=False)
+    _save(figure, path)
+
+
+def plot_ablation(rows: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Draw tokens per step by what is switched off.
+
+    Args:
+        rows: By name, MAT by category.
+        path: A .png or .svg file, overwritten.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: The file cannot be written.
+    """
+    figure, axes = _figure()
+    names = list(rows)
+    categories = list(dict.fromkeys(category for row in rows.values() for category in row))
+    height = 0.8 / len(categories)
+    for k, category in enumerate(categories):
+        at = [len(names) - 1 - n + 0.4 - height * (k + 0.5) for n in range(len(names))]
+        axes.barh(at, [rows[name].get(category, 0.0) for name in names], height=height, label=category)
+    axes.set_yticks(range(len(names)), reversed(names))
+    axes.set(xlabel="tokens per step")
+    figure.legend(loc="outside upper center", ncols=len(categories), frameon=False)
+    _save(figure, path)
+
+
+def _figure() -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as cause:
+        raise MissingDependencyError("plots need matplotlib: pip install 'reader-rag[bench]'") from cause
+    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as cause:
+        raise ConfigError(f"cannot write {path}: {cause.strerror or cause}") from cause
