@@ -14,6 +14,7 @@ from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.tools import ToolOutput
 
+from reader_rag.rag.beyond import Surroundings
 from reader_rag.rag.synthesis import GroundedSynthesizer, make_synthesizer
 
 
@@ -49,7 +50,16 @@ class GroundedChatEngine(ContextChatEngine):
         - Streams come straight from the LLM: the base polls a queue in a busy loop, taking a core from the model, and
           generates on after the consumer has gone. Here closing the stream ends the generation; what was said until
           then goes to the history. A stream that fails, or is never read, leaves the history as it was.
+        - What stands around the passages in their documents is searched for drafts.
+
+    Args:
+        surroundings: Finds that text; None searches the passages alone.
+        settings: See the base.
     """
+
+    def __init__(self, *, surroundings: Surroundings | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._surroundings = surroundings
 
     def stream_chat(
         self,
@@ -144,6 +154,7 @@ class GroundedChatEngine(ContextChatEngine):
             template(self._context_template.get_template()),
             template(self._context_refine_template.get_template()),
             streaming=streaming,
+            surroundings=self._surroundings,
         )
 
 

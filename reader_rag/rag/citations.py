@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 from reader_rag.decode.types import CopiedSpan
+from reader_rag.hooks import CONTEXT_ID
 
 DEFAULT_MIN_WORDS = 3
 
@@ -84,7 +85,7 @@ def cite(
     in_context = _locate(context, nodes)
     citations = []
     for span in _joined(copied, answer, context, passages):
-        places = passages.get(span.passage_id, in_context)
+        places = passages.get(span.passage_id, in_context if span.passage_id == CONTEXT_ID else [])
         for place, start, end in _within(span, places):
             citation = _citation(span, place, start, end, answer)
             if citation is not None and len(citation.text.split()) >= min_words:

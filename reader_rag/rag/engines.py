@@ -22,6 +22,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from reader_rag.errors import ConfigError, PromptError
+from reader_rag.rag.beyond import MOST_CHARACTERS, Surroundings
 from reader_rag.rag.chat import GroundedChatEngine
 from reader_rag.rag.synthesis import PromptBudget, make_synthesizer
 from reader_rag.rag.texts import CHAT_CONTEXT, CHAT_REFINE, CHAT_SYSTEM, NOTHING_FOUND, QA_PROMPT, REFINE_PROMPT
@@ -106,6 +107,7 @@ def make_query_engine(
     streaming: bool = False,
     filters: MetadataFilters | None = None,
     prompt: BasePromptTemplate | None = None,
+    beyond: int = MOST_CHARACTERS,
 ) -> RetrieverQueryEngine:
     """A query engine that answers from the store's passages, or with `NOTHING_FOUND` where there are none.
 
@@ -118,11 +120,14 @@ def make_query_engine(
         streaming: `query` returns a response whose `response_gen` yields text as it is made.
         filters: Conditions on the passages' metadata.
         prompt: Takes the place of the built-in prompt; with `{context_str}` and `{query_str}`.
+        beyond: Most characters of the passages' own documents that are searched for drafts besides the prompt (which
+            does not grow by them); 0: none.
 
     Raises:
         ConfigError: As `make_retriever`. Queries raise `PromptError` for an empty or too long question.
     """
-    synthesizer = make_synthesizer(llm, prompt or QA_PROMPT, REFINE_PROMPT, streaming=streaming)
+    around = Surroundings(store, beyond)
+    synthesizer = make_synthesizer(llm, prompt or QA_PROMPT, REFINE_PROMPT, streaming=streaming, surroundings=around)
     return RetrieverQueryEngine(make_retriever(store, embed_model, top_k, cutoff, filters), synthesizer)
 
 
@@ -137,6 +142,7 @@ def make_chat_engine(
     memory: BaseMemory | None = None,
     chat_history: Sequence[ChatMessage] = (),
     system_prompt: str = CHAT_SYSTEM,
+    beyond: int = MOST_CHARACTERS,
 ) -> GroundedChatEngine:
     """A chat engine: each message is answered from the passages found for it, with the conversation so far in view.
 
@@ -150,6 +156,7 @@ def make_chat_engine(
         memory: Keeps the conversation; None keeps as many recent messages as fit in 30% of the context window.
         chat_history: Earlier messages to begin with; only without `memory`.
         system_prompt: How the LLM is to behave.
+        beyond: As in `make_query_engine`.
 
     Raises:
         ConfigError: As `make_retriever`, or both `memory` and `chat_history`.
@@ -158,12 +165,13 @@ def make_chat_engine(
         raise ConfigError("give memory or chat_history, not both")
     budget = PromptBudget.of(llm)
     return GroundedChatEngine(
-        make_retriever(store, embed_model, top_k, cutoff, filters),
+        retriever=make_retriever(store, embed_model, top_k, cutoff, filters),
         llm=llm,
         memory=memory or _recent_messages(budget, chat_history),
         prefix_messages=[ChatMessage(content=system_prompt, role=llm.metadata.system_role)],
         context_template=PromptTemplate(CHAT_CONTEXT),
         context_refine_template=PromptTemplate(CHAT_REFINE),
+        surroundings=Surroundings(store, beyond),
         callback_manager=llm.callback_manager,
     )
 

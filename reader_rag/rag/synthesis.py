@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.response_synthesizers import CompactAndRefine
+from llama_index.core.schema import NodeWithScore, QueryType
 from llama_index.core.utilities.token_counting import TokenCounter
 from llama_index.core.utils import get_tokenizer
 
 from reader_rag.errors import PromptError
+from reader_rag.rag.beyond import Surroundings
 from reader_rag.rag.texts import NOTHING_FOUND
 
 
@@ -93,7 +98,11 @@ _LEAST_CONTEXT_TOKENS = 32
 
 
 class GroundedSynthesizer(CompactAndRefine):
-    """LlamaIndex's synthesizer with our token counting; without passages it says so and does not call the LLM."""
+    """LlamaIndex's synthesizer with our token counting; without passages it says so and does not call the LLM.
+
+    An LLM with `with_sources` (`ReaderLLM`) drafts each answer from all retrieved passages, whether or not the prompt
+    of the call holds them, and from what `surroundings` finds around them.
+    """
 
     def __init__(
         self,
@@ -102,6 +111,7 @@ class GroundedSynthesizer(CompactAndRefine):
         refine_template: BasePromptTemplate,
         *,
         streaming: bool = False,
+        surroundings: Surroundings | None = None,
     ) -> None:
         budget = PromptBudget.of(llm)
         super().__init__(
@@ -116,13 +126,40 @@ class GroundedSynthesizer(CompactAndRefine):
             streaming=streaming,
         )
         self._empty_response = NOTHING_FOUND
+        self._surroundings = surroundings
+
+    def synthesize(self, query: QueryType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any) -> RESPONSE_TYPE:
+        """See `BaseSynthesizer.synthesize`."""
+        return super(GroundedSynthesizer, self._knowing(nodes)).synthesize(query, nodes, *args, **kwargs)
+
+    async def asynthesize(
+        self, query: QueryType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any
+    ) -> RESPONSE_TYPE:
+        """See `BaseSynthesizer.asynthesize`."""
+        knowing = await asyncio.to_thread(self._knowing, nodes)
+        return await super(GroundedSynthesizer, knowing).asynthesize(query, nodes, *args, **kwargs)
+
+    def _knowing(self, nodes: Sequence[NodeWithScore]) -> GroundedSynthesizer:
+        """One for a single call, whose LLM searches these passages and their surroundings for drafts."""
+        bind = getattr(self._llm, "with_sources", None)
+        if bind is None or not nodes:
+            return self
+        around = self._surroundings.of(nodes) if self._surroundings is not None else []
+        one = copy.copy(self)
+        one._llm = bind([*nodes, *around])
+        return one
 
 
 def make_synthesizer(
-    llm: LLM, qa_template: BasePromptTemplate, refine_template: BasePromptTemplate, *, streaming: bool
+    llm: LLM,
+    qa_template: BasePromptTemplate,
+    refine_template: BasePromptTemplate,
+    *,
+    streaming: bool,
+    surroundings: Surroundings | None = None,
 ) -> GroundedSynthesizer:
     """The synthesizer of query and chat engines."""
-    return GroundedSynthesizer(llm, qa_template, refine_template, streaming=streaming)
+    return GroundedSynthesizer(llm, qa_template, refine_template, streaming=streaming, surroundings=surroundings)
 
 
 def _room_for_answer(llm: LLM) -> int:

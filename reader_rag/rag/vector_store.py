@@ -226,6 +226,13 @@ class FaissStore(BasePydanticVectorStore):
                 return []
             return self._nodes(self._index.select(node_ids=node_ids, filters=filters))
 
+    def nodes_of(self, ref_doc_id: str) -> list[BaseNode]:
+        """The nodes of a document, in the order they were stored."""
+        with self._reading():
+            if self._index is None:
+                return []
+            return self._nodes(self._index.select(doc_ids=[ref_doc_id]))
+
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The nodes nearest to a vector.
 
