@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from reader_rag.bench import replay_commands
+from reader_rag.bench.terminal import progress
 from reader_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +23,15 @@ app = typer.Typer(help="Measure speed and exactness.", no_args_is_help=True)
 @app.callback()
 def bench() -> None:
     """Measure speed and exactness."""
+
+
+for _command, _example in (
+    (replay_commands.replay, "replay traces.jsonl --top8 traces.npz --nodes 64"),
+    (replay_commands.drafting, "drafting traces.jsonl --top8 traces.npz"),
+    (replay_commands.record, "record traces.jsonl --limit 20"),
+    (replay_commands.calibrate, "calibrate traces.jsonl priors.npz --top8 traces.npz"),
+):
+    app.command(epilog=f"Example: reader-rag bench {_example}")(_command)
 
 
 @app.command(
@@ -75,8 +86,7 @@ def generate(
     )
     engine = _engine(model, dtype, device, exactness, forward, draft, random_weights=replay is not None)
     tasks = _tasks(engine, prompts, replay, wanted, limit, generation)
-    console = _console()
-    report = compare(engine, tasks, [m for m in methods.split(",") if m], console)
+    report = compare(engine, tasks, [m for m in methods.split(",") if m], progress())
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
@@ -129,16 +139,6 @@ def _tasks(
     ]
 
 
-def _console() -> Any:
-    """Progress on standard error, where there is a terminal to show it."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return lambda _: None
-    return lambda text: console.print(f"[dim]{text}[/dim]", highlight=False)
-
-
 def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -167,19 +167,3 @@ def _print(report: dict[str, Any]) -> None:
         same = report["identical"]
         differing = f"; different: {', '.join(same['different'])}" if same["different"] else ""
         console.print(f"reader = plain: {same['compared'] - len(same['different'])} of {same['compared']}{differing}")
-
-
-def _register() -> None:
-    from reader_rag.bench import replay_commands as commands
-
-    traces = "traces.jsonl --top8 traces.npz"
-    for function, example in (
-        (commands.replay, f"reader-rag bench replay {traces} --nodes 64"),
-        (commands.drafting, f"reader-rag bench drafting {traces}"),
-        (commands.record, "reader-rag bench record traces.jsonl --limit 20"),
-        (commands.calibrate, "reader-rag bench calibrate traces.jsonl priors.npz --top8 traces.npz"),
-    ):
-        app.command(epilog=f"Example: {example}")(function)
-
-
-_register()

@@ -79,8 +79,7 @@ def _in_turn(traces: Sequence[Trace], nodes: int, best: Best, profile: Profile |
         text = np.array([*trace.prompt, *trace.output], np.int32)
         table = SuccessorTable(prior=profile.tokens if profile is not None else None)
         if trace.id in best:
-            known = np.arange(len(text) - 1)
-            table.learn(np.where(known > 0, text[known - 1], -1), text[known], best[trace.id][known])
+            table.learn_text(text, 0, best[trace.id])
         builder = TreeBuilder(max_nodes=nodes, successors=table, calibration=Calibration(learns=False))
         emitted = (len(trace.output) * part // _PLACES for part in range(_PLACES))
         places = [ContextIndex(text[: len(trace.prompt) + count]) for count in emitted]

@@ -194,8 +194,7 @@ class Replayer:
             # The passes so far have computed the logits of all positions before the last token.
             length = len(trace.prompt) + emitted
             if best is not None:
-                known = np.arange(learned, length - 1)
-                self.successors.learn(np.where(known > 0, text[known - 1], -1), text[known], best[known])
+                self.successors.learn_text(text, learned, best[learned : length - 1])
                 learned = length - 1
             started = time.perf_counter()
             trees = [builder.build(index) for builder, index in drafters]

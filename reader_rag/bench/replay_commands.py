@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from reader_rag.bench.terminal import progress
 from reader_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,10 +73,9 @@ def replay(
     if peers:
         from reader_rag.bench.peers import replay_peers
 
-        report["peers"], missing = replay_peers(recorded, _progress())
+        report["peers"], missing = replay_peers(recorded, progress())
         report["peers"] = {
-            name: {category: {"mat": round(mat, 4)} for category, mat in row.items()}
-            for name, row in report["peers"].items()
+            name: {category: {"mat": mat} for category, mat in row.items()} for name, row in report["peers"].items()
         }
         notes += missing
     if ablation:
@@ -271,15 +271,6 @@ def _shower(tokenizer: str | None) -> Callable[[Sequence[int]], str]:
 
     loaded: Any = AutoTokenizer.from_pretrained(resolve_model(tokenizer))
     return lambda tokens: str(loaded.decode(list(tokens)))
-
-
-def _progress() -> Callable[[str], None]:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return lambda _: None
-    return lambda text: console.print(f"[dim]{text}[/dim]", highlight=False)
 
 
 def _print(report: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import tempfile
 import time
@@ -203,10 +202,10 @@ class StepCosts:
         held = {"key": key, "rows": self._rows.tolist(), "base": self._base.tolist(), "slope": self._slope.tolist()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(dir=path.parent, prefix=".costs-")
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                json.dump(held, file)
-            Path(name).replace(path)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".costs-") as folder:
+                draft = Path(folder) / path.name
+                draft.write_text(json.dumps(held), encoding="utf-8")
+                draft.replace(path)
         except OSError:
             return
 

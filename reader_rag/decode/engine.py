@@ -480,10 +480,7 @@ class _State:
     def learn_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Learn from a chunk of the prompt; see `SeenLogits`."""
         assert self._successors is not None
-        tokens = self.index.sequence[max(start - 1, 0) : start + len(logits)]
-        if not start:
-            tokens = np.concatenate([np.array([-1], np.int32), tokens])
-        self._successors.learn(tokens[:-1], tokens[1:], best_tokens(logits))
+        self._successors.learn_text(self.index.sequence, start, best_tokens(logits))
 
     def learn(self, root: int, tree: DraftTree, logits: torch.Tensor) -> None:
         """Learn from a verified tree, the nodes that are not accepted included.

@@ -24,7 +24,7 @@ class TreeBuilder:
     Best first: take the most probable candidate, add it as a node, add its children as candidates with
     `p(path) = p(parent path) * p(child)`. The sum of path probabilities is the expected accepted length, so taking
     nodes in this order is optimal for every tree size. Equal tokens under one parent are one node, whatever proposed
-    them, and any source continues another's branch.
+    them, and successors continue the branches of copies.
 
     Args:
         max_nodes: Most nodes of a tree.
@@ -82,13 +82,10 @@ class TreeBuilder:
         depth = self._max_depth if max_depth is None else min(max_depth, self._max_depth)
         if depth < 1 or not self._max_nodes or not len(index):
             return DraftTree.empty()
-        searched = index.arrays
-        if searched[6] + searched[8] > self._places:
+        if index.followed > self._places:
             # The kernels check no bounds.
-            raise ValueError(
-                f"the index follows {searched[6] + searched[8]} places and the builder has room for {self._places}"
-            )
-        arguments: Any = (*searched, *self._fixed, depth, self._floor)
+            raise ValueError(f"the index follows {index.followed} places and the builder has room for {self._places}")
+        arguments: Any = (*index.arrays, *self._fixed, depth, self._floor)
         self._nodes = nodes = kernels.build(*arguments)
         columns = self._work[: kernels.TREE_ROWS, :nodes].copy()
         tokens, parents, depths, sources, positions, match_lengths = columns

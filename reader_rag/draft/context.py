@@ -174,6 +174,11 @@ class ContextIndex:
         return self._passage_matches.places
 
     @property
+    def followed(self) -> int:
+        """Places followed, in the sequence and in the passages."""
+        return self._sequence_matches.count + self._passage_matches.count
+
+    @property
     def arrays(self) -> tuple[Any, ...]:
         """What `tree_kernels.build` takes: sequence, passages, and the matches in each, with their sizes."""
         sequence, passages = self._sequence, self._passages

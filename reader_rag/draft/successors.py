@@ -88,6 +88,20 @@ class SuccessorTable:
             rows,
         )
 
+    def learn_text(
+        self, text: Sequence[int] | NDArray[np.integer], start: int, best: Sequence[Sequence[int]] | NDArray[np.integer]
+    ) -> None:
+        """Remember what the target found likely at consecutive positions of a text.
+
+        Args:
+            text: [length].
+            start: The first position.
+            best: [n, 8], its best next tokens after positions `start` to `start + n`.
+        """
+        tokens = np.asarray(text, np.int32)[start : start + len(best)]
+        before = np.asarray(text[start - 1 : start] if start else [-1], np.int32)
+        self.learn(np.concatenate([before, tokens])[: len(tokens)], tokens, best)
+
     def after(self, before: int, token: int) -> list[int]:
         """The likely next tokens after these two, or after the last of them; the likeliest first; empty if unknown."""
         scratch = np.zeros(kernels.ENTRY_COLUMNS, np.int32)

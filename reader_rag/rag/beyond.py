@@ -13,7 +13,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from reader_rag.rag.vector_store import FaissStore
 
 MOST_CHARACTERS = 24_000
-"""Of text beyond the prompt, for one question; about 6,000 tokens, which are tokenized and indexed in 10 ms."""
+"""Of text beyond the prompt, for one question; about 6,000 tokens."""
 
 
 class Surroundings:
@@ -44,7 +44,7 @@ class Surroundings:
         documents = list(dict.fromkeys(source.node.ref_doc_id for source in retrieved if source.node.ref_doc_id))
         ranked: list[tuple[int, int, BaseNode]] = []
         for rank, document in enumerate(documents):
-            nodes = self._store.nodes_of(document)
+            nodes = self._store.get_nodes(doc_ids=[document])
             places = [at for at, node in enumerate(nodes) if node.node_id in held]
             ranked += [
                 (min((abs(at - place) for place in places), default=len(nodes)), rank, node)

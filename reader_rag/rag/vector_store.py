@@ -219,19 +219,17 @@ class FaissStore(BasePydanticVectorStore):
             self._write(change)
             self._meta, self._index = {}, None
 
-    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
+    def get_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        doc_ids: list[str] | None = None,
+    ) -> list[BaseNode]:
         """The nodes that meet every given condition (all nodes without one), in the order they were stored."""
         with self._reading():
             if self._index is None:
                 return []
-            return self._nodes(self._index.select(node_ids=node_ids, filters=filters))
-
-    def nodes_of(self, ref_doc_id: str) -> list[BaseNode]:
-        """The nodes of a document, in the order they were stored."""
-        with self._reading():
-            if self._index is None:
-                return []
-            return self._nodes(self._index.select(doc_ids=[ref_doc_id]))
+            return self._nodes(self._index.select(node_ids=node_ids, doc_ids=doc_ids, filters=filters))
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The nodes nearest to a vector.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from numba import config as numba_config
+from random_trees import random_tokens, random_tree
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -82,22 +83,6 @@ def make_model(name: str, settings: dict[str, Any], dtype: torch.dtype = torch.f
     return model.to(dtype)
 
 
-def random_tokens(seed: int, count: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, count)]
-
-
-def random_tree(seed: int, nodes: int) -> DraftTree:
-    """A tree that branches often, its branches interleaved in memory."""
-    random = np.random.default_rng(seed)
-    parents = np.array([random.integers(-1, node) if node else -1 for node in range(nodes)], np.int32)
-    depths = np.zeros(nodes, np.int32)
-    for node, parent in enumerate(parents):
-        depths[node] = 1 if parent < 0 else depths[parent] + 1
-    zeros = np.zeros(nodes, np.int32)
-    tokens = random.integers(3, VOCABULARY, nodes).astype(np.int32)
-    return DraftTree(tokens, parents, depths, np.full(nodes, 0.5), zeros, zeros, zeros)
-
-
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.float() - expected.float()).norm() / expected.float().norm())
 
@@ -112,7 +97,7 @@ def own_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_its_logits_are_the_models_own(name: str, dtype: torch.dtype) -> None:
     model = make_model(*SETTINGS[name], dtype)
-    target, text, tree = Target(model), random_tokens(2, 45), random_tree(3, 12)
+    target, text, tree = Target(model), random_tokens(2, 45, VOCABULARY), random_tree(3, 12, VOCABULARY)
     assert target.cpu is not None
     cache = target.new_cache(60, 12)
     assert error(target.prefill(text, cache)[0], own_logits(model, text)[-1]) < TOLERANCE[dtype]
@@ -131,7 +116,7 @@ def test_its_logits_are_the_models_own(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["llama", "one query head for each key head", "qwen3"])
 def test_a_drafted_rows_bits_are_those_of_plain_decoding(name: str, committed: int, dtype: torch.dtype) -> None:
     target = Target(make_model(*SETTINGS[name], dtype))
-    text, tree = random_tokens(committed, committed), random_tree(committed, 19)
+    text, tree = random_tokens(committed, committed, VOCABULARY), random_tree(committed, 19, VOCABULARY)
     drafted = target.new_cache(committed + 20, len(tree))
     target.prefill(text, drafted)
     got = target.verify(7, tree, drafted)
@@ -147,7 +132,11 @@ def test_a_drafted_rows_bits_are_those_of_plain_decoding(name: str, committed: i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_what_is_kept_of_a_tree_is_what_plain_decoding_would_have_written(dtype: torch.dtype) -> None:
-    target, text, tree = Target(make_model(*SETTINGS["llama"], dtype)), random_tokens(5, 21), random_tree(5, 12)
+    target, text, tree = (
+        Target(make_model(*SETTINGS["llama"], dtype)),
+        random_tokens(5, 21, VOCABULARY),
+        random_tree(5, 12, VOCABULARY),
+    )
     path = tree.paths[int(tree.depths.argmax()) + 1].tolist()
     assert len(path) >= 4
     drafted, plain = target.new_cache(40, 12), target.new_cache(40, 12)
@@ -166,7 +155,7 @@ def test_what_is_kept_of_a_tree_is_what_plain_decoding_would_have_written(dtype:
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_prompt_may_be_prefilled_here_or_by_the_model(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_forward, "_SLOW_PRODUCTS", (torch.backends.cpu.get_cpu_capability(),) if faster else ())
-    model, text = make_model(*SETTINGS["llama"], torch.bfloat16), random_tokens(6, 150)  # three chunks
+    model, text = make_model(*SETTINGS["llama"], torch.bfloat16), random_tokens(6, 150, VOCABULARY)  # three chunks
     target = Target(model)
     assert target.cpu is not None
     assert target.cpu.prefills_faster == faster

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from random_trees import random_tokens, random_tree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from reader_rag.decode import step
@@ -80,22 +81,6 @@ def make_model(name: str, settings: dict[str, Any], attention: str = "sdpa") -> 
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
 
 
-def random_tokens(seed: int, count: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, count)]
-
-
-def random_tree(seed: int, nodes: int) -> DraftTree:
-    """A tree that branches often, its branches interleaved in memory."""
-    random = np.random.default_rng(seed)
-    parents = np.array([random.integers(-1, node) if node else -1 for node in range(nodes)], np.int32)
-    depths = np.zeros(nodes, np.int32)
-    for node, parent in enumerate(parents):
-        depths[node] = 1 if parent < 0 else depths[parent] + 1
-    zeros = np.zeros(nodes, np.int32)
-    tokens = random.integers(3, VOCABULARY, nodes).astype(np.int32)
-    return DraftTree(tokens, parents, depths, np.full(nodes, 0.5), zeros, zeros, zeros)
-
-
 def path_to(tree: DraftTree, node: int) -> list[int]:
     """The nodes from the root's child down to `node`."""
     path: list[int] = []
@@ -127,11 +112,11 @@ CASES = [
 def test_tree_logits_are_those_of_plain_text_along_every_path(name: str, attention: str) -> None:
     model = make_model(name, CONFIGS[name], attention)
     target = Target(model, forward="torch")
-    text = random_tokens(2, 30)  # longer than the windows
+    text = random_tokens(2, 30, VOCABULARY)  # longer than the windows
     cache = target.new_cache(60, 12)
     assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
     for round_ in range(2):
-        root, tree = 7 + round_, random_tree(round_, 12)
+        root, tree = 7 + round_, random_tree(round_, 12, VOCABULARY)
         logits = target.verify(root, tree, cache)
         assert logits.shape == (13, VOCABULARY)
         assert error(logits[0], plain_logits(model, [*text, root])) < 1e-4
@@ -152,7 +137,7 @@ def test_tree_logits_are_those_of_plain_text_along_every_path(name: str, attenti
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_a_node_that_saw_another_branch_would_show(name: str) -> None:
     model = make_model(name, CONFIGS[name])
-    text, tree = random_tokens(2, 30), random_tree(0, 12)
+    text, tree = random_tokens(2, 30, VOCABULARY), random_tree(0, 12, VOCABULARY)
     straight = plain_logits(model, [*text, 7, *tree.tokens[path_to(tree, 11)].tolist()])
     in_a_row = plain_logits(model, [*text, 7, *tree.tokens.tolist()])
     assert error(straight, in_a_row) > 0.01
@@ -162,7 +147,7 @@ def test_a_node_that_saw_another_branch_would_show(name: str) -> None:
 def test_a_prompt_may_be_prefilled_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "PREFILL_CHUNK", 7)
     model = make_model(name, CONFIGS[name])
-    target, text = Target(model, forward="torch"), random_tokens(3, 40)
+    target, text = Target(model, forward="torch"), random_tokens(3, 40, VOCABULARY)
     cache = target.new_cache(50, 4)
     assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
     assert cache.length == 40
@@ -243,7 +228,7 @@ def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dty
     target = Target(model, FixedShape(width=9, bucket=32), forward="torch")
     if not keeps_bits(target):
         pytest.skip("kernels of this machine compute a row by its neighbours, which the engine refuses")
-    text, draft = random_tokens(5, 40), random_tokens(6, 5)
+    text, draft = random_tokens(5, 40, VOCABULARY), random_tokens(6, 5, VOCABULARY)
     plain = target.new_cache(60, 0)
     target.prefill(text, plain)
     expected = []
@@ -268,10 +253,10 @@ def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dty
 
 def test_fixed_shapes_compute_what_free_ones_do() -> None:
     model = make_model("Mistral", CONFIGS["Mistral"])
-    text = random_tokens(5, 40)
+    text = random_tokens(5, 40, VOCABULARY)
     target = Target(model, FixedShape(width=9, bucket=32), forward="torch")
     cache = target.new_cache(60, 8)
     target.prefill(text, cache)
-    logits = target.verify(7, random_tree(0, 3), cache)
+    logits = target.verify(7, random_tree(0, 3, VOCABULARY), cache)
     assert logits.shape == (4, VOCABULARY)
     assert error(logits[0], plain_logits(model, [*text, 7])) < 1e-4
