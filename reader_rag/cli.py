@@ -256,7 +256,7 @@ def profile_model(
 ) -> None:
     """Ask a model once what follows each token of its vocabulary, so that drafts are good from the first word on.
 
-    The default model's answers come with the package. Takes seconds on a GPU, minutes for a small model on a CPU.
+    The default model's answers come with the package. Takes minutes for a small model on a CPU.
     """
     from reader_rag.decode.engine import Engine
     from reader_rag.decode.profiling import make_profile
