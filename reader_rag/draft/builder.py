@@ -11,6 +11,7 @@ from reader_rag.draft import tree_kernels as kernels
 from reader_rag.draft.calibration import Calibration, Scoring
 from reader_rag.draft.context import ContextIndex
 from reader_rag.draft.kernels import EMPTY
+from reader_rag.draft.successor_kernels import KEPT
 from reader_rag.draft.successors import SuccessorTable
 from reader_rag.draft.tree import DraftTree
 
@@ -55,7 +56,7 @@ class TreeBuilder:
         self._nodes = 0
         self._places = 2 * max_occurrences
         self._fortune = np.zeros(2)
-        width = 1 << max(2 * self._places, self._places + kernels.KEPT, max_nodes).bit_length()
+        width = 1 << max(2 * self._places, self._places + KEPT, max_nodes).bit_length()
         self._work = np.full((kernels.WORK_ROWS, width + kernels.PADDING), EMPTY, np.int32)
         self._mass = np.zeros((kernels.MASS_ROWS, width + kernels.PADDING))
         table = self.successors

@@ -31,7 +31,7 @@ BACKWARD_LIMIT = 64
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _slot(table: Any, token: int) -> int:
+def find_slot(table: Any, token: int) -> int:
     """The slot of `table` [2, slots] that holds `token`, or the free one where it belongs."""
     mask: int = table.shape[1] - 1
     i = (int(token) * 0x9E3779B1) & mask
@@ -61,7 +61,7 @@ def append(tokens: Any, previous: Any, table: Any, length: int, new: Any) -> int
         tokens[position] = token
         previous[position] = -1
         if token >= 0:
-            i = _slot(table, token)
+            i = find_slot(table, token)
             if table[0, i] == EMPTY:
                 table[0, i] = token
                 added += 1
@@ -76,7 +76,7 @@ def rehash(old: Any, new: Any) -> None:
     """Move all entries of hash table `old` into the larger, empty `new`."""
     for k in range(old.shape[1]):
         if old[0, k] != EMPTY:
-            i = _slot(new, old[0, k])
+            i = find_slot(new, old[0, k])
             new[0, i] = old[0, k]
             new[1, i] = old[1, k]
 
@@ -139,7 +139,7 @@ def advance(
     out = 0
     k = 0
     room = limit - survivors
-    i = _slot(table, token)
+    i = find_slot(table, token)
     at = table[1, i] if table[0, i] != EMPTY else -1
     while at >= 0 and room > 0:
         position = at + 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.draft import tree_kernels as kernels
+from reader_rag.draft import successor_kernels as kernels
 
 BEST = kernels.BEST
 """Next tokens learned at a position."""

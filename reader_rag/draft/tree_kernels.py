@@ -13,30 +13,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from reader_rag.draft.kernels import EMPTY
-
-BEST = 8
-"""Next tokens that a successor table learns at a time."""
-KEPT = 15
-"""Next tokens that it keeps of an entry."""
-NO_KEY = -1
-
-# Columns of an entry: the faded number of times it was written and the tokens, the likeliest first (-1: free), in one
-# cache line; when it was written last and the tokens' weights in another. Weights are integers, so that an entry does
-# not depend on how a machine rounds.
-TOTAL, TOKENS, STAMP, WEIGHTS = 0, 1, 1 + KEPT, 2 + KEPT
-ENTRY_COLUMNS = 2 + 2 * KEPT
-ONE = 1 << 16
-RANKS = (36045, 10486, 5243, 3277, 2294, 1638, 1311, 983)
-"""Weight of a next token by its rank: 0.55, 0.16, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015."""
-_INHERITED = 3
-"""A new entry starts as the one for less: two tokens as the last of them, one token as in the prior; weighing 1 in so
-many writes."""
+from reader_rag.draft.kernels import EMPTY, find_slot
+from reader_rag.draft.successor_kernels import KEPT, ONE, PAIR, TOKENS, TOTAL, WEIGHTS, prepare, successors
 
 # The first places of the scoring array; the votes by match length follow.
-UNKNOWN, TRUST, VOTES = 0, 1, 4
-PAIR, SINGLE, PRIOR = 0, 1, 2
-"""Kinds of entries."""
+UNKNOWN, TRUST, VOTES = 0, 1, 4  # trust in each kind of entry
 
 # Cells.
 LENGTH_BUCKETS = 9
@@ -55,149 +36,6 @@ _FORTUNE_FADE = 0.95
 """What is kept of a stream's luck from step to step."""
 _FEW = 4
 """Up to so many children are searched one by one."""
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def find_entry(keys: Any, before: int, token: int) -> int:
-    """The row of a successor table's entry for two tokens, or for one if `before` is negative; -1: none.
-
-    Args:
-        keys: int64 [sets, ways].
-        before: The token before `token`.
-        token: The last token.
-    """
-    sets, ways = keys.shape
-    if sets == 0:
-        return -1
-    key = _key(before, token)
-    at = _set_of(before, token, sets)
-    for way in range(ways):
-        if keys[at, way] == key:
-            return int(at * ways + way)
-    return -1
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _key(before: int, token: int) -> int:
-    return int(((np.int64(before) + np.int64(2)) << np.int64(31)) | np.int64(token))
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _set_of(before: int, token: int, sets: int) -> int:
-    """The set of a key; both products stay below 2**63, so that it is the same with and without the compiler."""
-    mixed = ((int(before) + 2) * 0x9E3779B1) ^ (int(token) * 0x85EBCA6B)
-    return int((mixed ^ (mixed >> 29)) & (sets - 1))
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def successors(keys: Any, entries: Any, prior: Any, scratch: Any, before: int, token: int) -> Any:
-    """What follows: by the entry for two tokens, or that for the last one, or the prior.
-
-    Args:
-        keys: int64 [sets, ways].
-        entries: int32 [sets * ways, ENTRY_COLUMNS].
-        prior: int32 [tokens, BEST], by token id its next tokens, the likeliest first; negative: no more.
-        scratch: int32 [>= ENTRY_COLUMNS], for an entry made of the prior; see `prepare`.
-        before: The token before `token`; negative: none.
-        token: The last token.
-
-    Returns:
-        (the entry, int32 [ENTRY_COLUMNS], of TOTAL 0 if there is none; its kind).
-    """
-    if before >= 0:
-        row = find_entry(keys, before, token)
-        if row >= 0:
-            return entries[row], PAIR
-    row = find_entry(keys, -1, token)
-    if row >= 0:
-        return entries[row], SINGLE
-    scratch[TOTAL] = 0
-    if token < prior.shape[0] and prior[token, 0] >= 0:
-        scratch[TOTAL] = ONE
-        for rank in range(BEST):
-            scratch[TOKENS + rank] = prior[token, rank]
-    return scratch[:ENTRY_COLUMNS], PRIOR
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def prepare(scratch: Any) -> None:
-    """Write into a scratch entry what all entries made of the prior have in common."""
-    scratch[:ENTRY_COLUMNS] = -1
-    for rank in range(BEST):
-        scratch[WEIGHTS + rank] = RANKS[rank]
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _entry_to_write(keys: Any, entries: Any, prior: Any, scratch: Any, before: int, token: int, now: int) -> Any:
-    """The entry for a key, which takes the place of the one of its set that was written longest ago if it is new."""
-    ways = keys.shape[1]
-    key = _key(before, token)
-    at = _set_of(before, token, keys.shape[0])
-    place = 0
-    for way in range(ways):
-        if keys[at, way] == key:
-            place = way
-            break
-        if entries[at * ways + way, STAMP] < entries[at * ways + place, STAMP]:
-            place = way
-    entry = entries[at * ways + place]
-    if keys[at, place] != key:
-        wider, _ = successors(keys, entries, prior, scratch, -1, token)
-        weight = ONE // _INHERITED
-        share = weight / wider[TOTAL] if wider[TOTAL] > 0 else 0.0
-        # `wider` may be the very entry that is written over.
-        for k in range(KEPT):
-            entry[TOKENS + k] = wider[TOKENS + k] if share > 0.0 else -1
-            entry[WEIGHTS + k] = int(wider[WEIGHTS + k] * share) if entry[TOKENS + k] >= 0 else 0
-        entry[TOTAL] = weight if share > 0.0 else 0
-        keys[at, place] = key
-    entry[STAMP] = now
-    return entry
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def learn(keys: Any, entries: Any, prior: Any, clock: Any, before: Any, after: Any, best: Any) -> None:
-    """Add what the target found likely to the entries for two tokens and for one.
-
-    Args:
-        keys: int64 [sets, ways].
-        entries: int32 [sets * ways, ENTRY_COLUMNS].
-        prior: int32 [tokens, BEST].
-        clock: int32 [1].
-        before: int32 [n], the token before each of `after`; negative: none.
-        after: int32 [n].
-        best: int32 [n, BEST], the best next tokens, the best first; negative: no more.
-    """
-    scratch = np.empty(ENTRY_COLUMNS, np.int32)
-    prepare(scratch)
-    for i in range(after.shape[0]):
-        clock[0] += 1
-        for kind in range(2):
-            if kind == 0 and before[i] < 0:
-                continue
-            first = int(before[i]) if kind == 0 else -1
-            entry = _entry_to_write(keys, entries, prior, scratch, first, after[i], clock[0])
-            entry[TOTAL] += ONE - entry[TOTAL] // 5
-            for k in range(KEPT):
-                entry[WEIGHTS + k] -= entry[WEIGHTS + k] // 5
-            for rank in range(BEST):
-                token = best[i, rank]
-                if token < 0:
-                    break
-                at = 0
-                while at < KEPT - 1 and entry[TOKENS + at] != token and entry[TOKENS + at] >= 0:
-                    at += 1
-                weight = RANKS[rank]
-                if entry[TOKENS + at] == token:
-                    weight += entry[WEIGHTS + at]
-                elif entry[WEIGHTS + at] >= weight:
-                    continue
-                while at > 0 and entry[WEIGHTS + at - 1] < weight:
-                    entry[TOKENS + at] = entry[TOKENS + at - 1]
-                    entry[WEIGHTS + at] = entry[WEIGHTS + at - 1]
-                    at -= 1
-                entry[TOKENS + at] = token
-                entry[WEIGHTS + at] = weight
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
@@ -249,12 +87,12 @@ TREE_ROWS = 6
 # then those whose columns are members,
 _MEMBER_SOURCE, _MEMBER_POSITION, _MEMBER_LENGTH, _ORDER, _GROUP, _MOVED = range(7, 13)
 # those whose columns are the children found at one node,
-_FOUND_TOKEN, _FOUND_SIZE, _FOUND_BEST, _FOUND_CELL, _FOUND_START = range(13, 18)
+_FOUND_TOKEN, _FOUND_SIZE, _FOUND_BEST, _FOUND_CELL, _FOUND_START, _FOUND_SLOT = range(13, 19)
 # those whose columns are candidates,
-_TOKEN, _PARENT, _START, _STOP, _DEPTH, _ORIGIN, _CANDIDATE_CELL, _RANKED = range(18, 26)
+_TOKEN, _PARENT, _START, _STOP, _DEPTH, _ORIGIN, _CANDIDATE_CELL, _RANKED = range(19, 27)
 # a hash table from a token to its column among the children found, and an entry made of the prior.
-_KEYS, _COLUMNS, _SCRATCH = range(26, 29)
-WORK_ROWS = 29
+_KEYS, _COLUMNS, _SCRATCH = range(27, 30)
+WORK_ROWS = 30
 PADDING = 16
 """Columns behind those that are used, so that a column's rows do not all fall into the same set of the CPU's cache."""
 # Rows of the float64 workspace: path probabilities of the candidates in their order, which become those of the nodes,
@@ -270,6 +108,12 @@ SUCCESSOR = 2
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _lookup(work: Any) -> Any:
+    """The hash table from a token to its column among the children found; see `kernels.find_slot`."""
+    return work[_KEYS:_SCRATCH, : work.shape[1] - PADDING]
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _column(work: Any, token: int, found: int, hashed: bool) -> int:
     """The column of the child `token` among the first `found`, or -1."""
     if not hashed:
@@ -277,13 +121,9 @@ def _column(work: Any, token: int, found: int, hashed: bool) -> int:
             if work[_FOUND_TOKEN, child] == token:
                 return child
         return -1
-    mask = work.shape[1] - PADDING - 1
-    slot = (int(token) * 0x9E3779B1) & mask
-    while work[_KEYS, slot] != EMPTY:
-        if work[_KEYS, slot] == token:
-            return int(work[_COLUMNS, slot])
-        slot = (slot + 1) & mask
-    return -1
+    lookup = _lookup(work)
+    slot = find_slot(lookup, token)
+    return int(lookup[1, slot]) if lookup[0, slot] == token else -1
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
@@ -300,7 +140,6 @@ def _group(corpora: Any, sizes: Any, depth: int, start: int, stop: int, scoring:
     votes = 0.0
     longest = scoring.shape[0] - 1 - VOTES
     hashed = stop - start > _FEW
-    mask = work.shape[1] - PADDING - 1
     for i in range(start, stop):
         member = work[_ORDER, i]
         source = work[_MEMBER_SOURCE, member]
@@ -318,11 +157,10 @@ def _group(corpora: Any, sizes: Any, depth: int, start: int, stop: int, scoring:
             work[_FOUND_BEST, group] = member
             mass[_VOTES, group] = 0.0
             if hashed:
-                slot = (int(token) * 0x9E3779B1) & mask
-                while work[_KEYS, slot] != EMPTY:
-                    slot = (slot + 1) & mask
+                slot = find_slot(_lookup(work), token)
                 work[_KEYS, slot] = token
                 work[_COLUMNS, slot] = group
+                work[_FOUND_SLOT, group] = slot
         weight = scoring[VOTES + min(work[_MEMBER_LENGTH, member] + depth, longest)]
         votes += weight
         mass[_VOTES, group] += weight
@@ -336,12 +174,8 @@ def _group(corpora: Any, sizes: Any, depth: int, start: int, stop: int, scoring:
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _forget(work: Any, groups: int) -> None:
     """Empty the hash table; after all probing, since one slot emptied earlier would cut another token's probe chain."""
-    mask = work.shape[1] - PADDING - 1
     for group in range(groups):
-        slot = (int(work[_FOUND_TOKEN, group]) * 0x9E3779B1) & mask
-        while work[_KEYS, slot] != EMPTY:
-            work[_KEYS, slot] = EMPTY
-            slot = (slot + 1) & mask
+        work[_KEYS, work[_FOUND_SLOT, group]] = EMPTY
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -429,18 +263,15 @@ def _find(
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _members(sequence_matches: Any, followed: int, passage_matches: Any, passage_followed: int, work: Any) -> int:
-    for k in range(followed):
-        work[_MEMBER_SOURCE, k] = 0
-        work[_MEMBER_POSITION, k] = sequence_matches[0, k]
-        work[_MEMBER_LENGTH, k] = sequence_matches[1, k]
-        work[_ORDER, k] = k
-    members = followed
-    for k in range(passage_followed):
-        work[_MEMBER_SOURCE, members] = 1
-        work[_MEMBER_POSITION, members] = passage_matches[0, k]
-        work[_MEMBER_LENGTH, members] = passage_matches[1, k]
-        work[_ORDER, members] = members
-        members += 1
+    members = 0
+    for source in range(2):
+        matches = sequence_matches if source == 0 else passage_matches
+        for k in range(followed if source == 0 else passage_followed):
+            work[_MEMBER_SOURCE, members] = source
+            work[_MEMBER_POSITION, members] = matches[0, k]
+            work[_MEMBER_LENGTH, members] = matches[1, k]
+            work[_ORDER, members] = members
+            members += 1
     return members
 
 

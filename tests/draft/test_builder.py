@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from reader_rag.draft import Calibration, ContextIndex, DraftTree, Scoring, SuccessorTable, TreeBuilder
 from reader_rag.draft import tree_kernels as kernels
+from reader_rag.draft.successor_kernels import BEST, RANKS
 from reader_rag.draft.tree import SUCCESSOR
 
 LINEAR = Scoring(scale=1.0, power=1.0)
@@ -56,7 +57,7 @@ def linear_builder(*, max_depth: int = 40, learns: bool = False) -> TreeBuilder:
 
 def best(*tokens: int) -> list[int]:
     """A row of best next tokens, filled up with "no more"."""
-    return [*tokens, *[-1] * (kernels.BEST - len(tokens))]
+    return [*tokens, *[-1] * (BEST - len(tokens))]
 
 
 def make_prior(rows: dict[int, list[int]], size: int) -> NDArray[np.int32]:
@@ -575,7 +576,7 @@ class Drafting:
         if token >= len(self.table.prior):
             return 2, 0, {}
         row = [t for t in self.table.prior[token].tolist() if t >= 0]
-        return 2, 1 << 16 if row else 0, dict(zip(row, kernels.RANKS, strict=False))
+        return 2, 1 << 16 if row else 0, dict(zip(row, RANKS, strict=False))
 
     def children(self, path: Sequence[int]) -> dict[int, Child]:
         """All children of a path from the root, in the order in which equally probable ones are drafted."""
@@ -645,7 +646,7 @@ def ready(case: Case) -> Drafting:
     for k, passage in enumerate(case.passages):
         index.add_passage(str(k), ids(passage))
     prior = make_prior({token: ids(row) for token, row in enumerate(case.prior)}, len(case.prior))
-    table = SuccessorTable(256, prior.reshape(-1, kernels.BEST))
+    table = SuccessorTable(256, prior.reshape(-1, BEST))
     for before, token, row in case.rows:
         table.learn(ids([before]), ids([token]), [best(*ids(row))])
     calibration = Calibration.blank(learns=False)
@@ -661,8 +662,8 @@ def texts(least: int, most: int) -> st.SearchStrategy[list[int]]:
 
 
 rows = st.one_of(
-    st.lists(st.integers(0, 9), max_size=kernels.BEST, unique=True),
-    st.permutations(range(10)).map(lambda tokens: tokens[: kernels.BEST]),
+    st.lists(st.integers(0, 9), max_size=BEST, unique=True),
+    st.permutations(range(10)).map(lambda tokens: tokens[:BEST]),
 )
 """Next tokens: those of the texts and a few others."""
 learned = st.tuples(st.integers(-1, 4), st.integers(0, 9), rows)

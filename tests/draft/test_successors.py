@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from reader_rag.draft import SuccessorTable, successors
-from reader_rag.draft import tree_kernels as kernels
+from reader_rag.draft import successor_kernels as kernels
 
 near = partial(pytest.approx, abs=2e-4)
 """Weights are integers, in 1/65536, and rounded down wherever they fade."""
