@@ -19,6 +19,5 @@ def random_tree(seed: int, nodes: int, vocabulary: int) -> DraftTree:
     depths = np.zeros(nodes, np.int32)
     for node, parent in enumerate(parents):
         depths[node] = 1 if parent < 0 else depths[parent] + 1
-    zeros = np.zeros(nodes, np.int32)
     tokens = random.integers(3, vocabulary, nodes).astype(np.int32)
-    return DraftTree(tokens, parents, depths, np.full(nodes, 0.5), zeros, zeros, zeros)
+    return DraftTree.of(tokens, parents, depths, np.full(nodes, 0.5))

@@ -49,5 +49,4 @@ def _first_token(engine: Engine) -> int:
 
 def _children(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> DraftTree:
     n = len(tokens)
-    zeros = np.zeros(n, np.int32)
-    return DraftTree(tokens, zeros - 1, zeros + 1, np.full(n, 1.0 / n), zeros, zeros, zeros)
+    return DraftTree.of(tokens, -1, 1, np.full(n, 1.0 / n))

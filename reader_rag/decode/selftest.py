@@ -20,10 +20,9 @@ def _tokens(target: Target, count: int) -> list[int]:
 
 def _forest(tokens: list[int]) -> DraftTree:
     """Two interleaved branches of three tokens: neighbours in memory that must not see each other."""
-    parents = np.array([-1, -1, 0, 1, 2, 3], np.int32)
-    depths = np.array([1, 1, 2, 2, 3, 3], np.int32)
-    zeros = np.zeros(6, np.int32)
-    return DraftTree(np.array(tokens, np.int32), parents, depths, np.full(6, 0.5), zeros, zeros, zeros)
+    parents = [-1, -1, 0, 1, 2, 3]
+    depths = [1, 1, 2, 2, 3, 3]
+    return DraftTree.of(tokens, parents, depths, np.full(6, 0.5))
 
 
 @torch.inference_mode()

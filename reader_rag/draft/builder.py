@@ -88,10 +88,7 @@ class TreeBuilder:
             raise ValueError(f"the index follows {index.followed} places and the builder has room for {self._places}")
         arguments: Any = (*index.arrays, *self._fixed, depth, self._floor)
         self._nodes = nodes = kernels.build(*arguments)
-        columns = self._work[: kernels.TREE_ROWS, :nodes].copy()
-        tokens, parents, depths, sources, positions, match_lengths = columns
-        probabilities = self._mass[kernels.PATHS, :nodes].copy()
-        return DraftTree(tokens, parents, depths, probabilities, sources, positions, match_lengths)
+        return DraftTree(self._work[: kernels.TREE_ROWS, :nodes].copy(), self._mass[kernels.PATHS, :nodes].copy())
 
     def skip(self) -> DraftTree:
         """No draft this time, so that nothing is learned from what comes."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from reader_rag.draft import tree_kernels as kernels
+
+Int32 = NDArray[np.int32]
 
 SOURCES = ("context", "passage", "successor")
 """Source names by the code that `DraftTree.sources` holds."""
@@ -17,56 +18,88 @@ SUCCESSOR = kernels.SUCCESSOR
 """The one of nodes that were not copied: they have no position."""
 
 
-@dataclass(eq=False)
 class DraftTree:
     """Candidate continuations as a tree; a node is one token, the root (not drafted) the last accepted token.
 
     Not to be changed. Nodes are in order of falling path probability, so every prefix of the arrays is the best tree of
     its size.
 
-    Attributes:
-        tokens: int32 [nodes].
-        parents: int32 [nodes], the parent's index, -1: the root. A parent comes before its children.
-        depths: int32 [nodes], 1 for the root's children.
+    Args:
+        rows: int32 [TREE_ROWS, nodes], in the order of `tree_kernels`; of separate arrays a tree is made by `of`.
         probabilities: float64 [nodes], estimated probability that the whole path down to the node is accepted.
-        sources: int32 [nodes], index into `SOURCES` of the corpus that the node was copied from.
-        positions: int32 [nodes], where in that corpus the node's token stands (by the longest match); -1 of a
-            successor.
-        match_lengths: int32 [nodes], how many tokens before it agree with the path and the sequence.
     """
 
-    tokens: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    depths: NDArray[np.int32]
-    probabilities: NDArray[np.float64]
-    sources: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    match_lengths: NDArray[np.int32]
+    def __init__(self, rows: Int32, probabilities: NDArray[np.float64]) -> None:
+        self.rows = rows
+        self.probabilities = probabilities
+
+    @classmethod
+    def of(
+        cls,
+        tokens: ArrayLike,
+        parents: ArrayLike,
+        depths: ArrayLike,
+        probabilities: ArrayLike,
+        sources: ArrayLike = 0,
+        positions: ArrayLike = 0,
+        match_lengths: ArrayLike = 0,
+    ) -> DraftTree:
+        """A tree of separate arrays, each [nodes], or one number for all nodes; see the properties of these names."""
+        probability = np.atleast_1d(np.asarray(probabilities, np.float64))
+        rows = np.empty((kernels.TREE_ROWS, len(probability)), np.int32)
+        for row, values in enumerate((tokens, parents, depths, sources, positions, match_lengths)):
+            rows[row] = values
+        return cls(rows, probability)
 
     @classmethod
     def empty(cls) -> DraftTree:
         """A tree of the root alone."""
-        none = np.zeros(0, np.int32)
-        return cls(none, none, none, np.zeros(0, np.float64), none, none, none)
+        return cls(np.zeros((kernels.TREE_ROWS, 0), np.int32), np.zeros(0))
 
     @classmethod
     def from_chain(cls, tokens: Sequence[int], probability: float = 0.5) -> DraftTree:
         """A tree without branches, each token taken to follow the one before it with that probability."""
-        n = len(tokens)
-        depths = np.arange(1, n + 1, dtype=np.int32)
-        none = np.zeros(n, np.int32)
-        return cls(
-            np.array(tokens, np.int32),
-            depths - 2,
-            depths,
-            np.power(probability, depths, dtype=np.float64),
-            none,
-            none,
-            none,
-        )
+        depths = np.arange(1, len(tokens) + 1)
+        return cls.of(tokens, depths - 2, depths, probability**depths)
+
+    @property
+    def tokens(self) -> Int32:
+        """int32 [nodes]."""
+        row: Int32 = self.rows[kernels.TOKEN]
+        return row
+
+    @property
+    def parents(self) -> Int32:
+        """int32 [nodes], the parent's index, -1: the root. A parent comes before its children."""
+        row: Int32 = self.rows[kernels.PARENT]
+        return row
+
+    @property
+    def depths(self) -> Int32:
+        """int32 [nodes], 1 for the root's children."""
+        row: Int32 = self.rows[kernels.DEPTH]
+        return row
+
+    @property
+    def sources(self) -> Int32:
+        """int32 [nodes], index into `SOURCES` of the corpus that the node was copied from."""
+        row: Int32 = self.rows[kernels.SOURCE]
+        return row
+
+    @property
+    def positions(self) -> Int32:
+        """int32 [nodes], where in that corpus the node's token stands (by the longest match); -1 of a successor."""
+        row: Int32 = self.rows[kernels.POSITION]
+        return row
+
+    @property
+    def match_lengths(self) -> Int32:
+        """int32 [nodes], how many tokens before it agree with the path and the sequence."""
+        row: Int32 = self.rows[kernels.MATCH_LENGTH]
+        return row
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.probabilities)
 
     @cached_property
     def ancestor_mask(self) -> NDArray[np.bool_]:
@@ -75,12 +108,12 @@ class DraftTree:
         return mask
 
     @cached_property
-    def paths(self) -> NDArray[np.int32]:
+    def paths(self) -> Int32:
         """int32 [nodes + 1, deepest + 1]: the rows from the root to each row, itself included; row 0 is the root.
 
         A row's path has as many entries as its depth plus one; what follows means nothing.
         """
-        paths: NDArray[np.int32] = kernels.paths(self.parents, self.depths)
+        paths: Int32 = kernels.paths(self.parents, self.depths)
         return paths
 
     @cached_property
@@ -110,30 +143,15 @@ class DraftTree:
             if parent == at:
                 kept.append(node)
                 at = node
-        parents = np.arange(-1, len(kept) - 1, dtype=np.int32)
-        return DraftTree(
-            self.tokens[kept],
-            parents,
-            self.depths[kept],
-            self.probabilities[kept],
-            self.sources[kept],
-            self.positions[kept],
-            self.match_lengths[kept],
-        )
+        rows = self.rows[:, kept]
+        rows[kernels.PARENT] = np.arange(-1, len(kept) - 1)
+        return DraftTree(rows, self.probabilities[kept])
 
     def head(self, nodes: int) -> DraftTree:
         """The best tree of at most `nodes` nodes."""
         if nodes >= len(self):
             return self
-        return DraftTree(
-            self.tokens[:nodes],
-            self.parents[:nodes],
-            self.depths[:nodes],
-            self.probabilities[:nodes],
-            self.sources[:nodes],
-            self.positions[:nodes],
-            self.match_lengths[:nodes],
-        )
+        return DraftTree(self.rows[:, :nodes], self.probabilities[:nodes])
 
     def check(self) -> None:
         """Prove the invariants.

@@ -27,7 +27,7 @@ def show(tokens: Sequence[int]) -> str:
 def chain(text: str, sources: Sequence[int], positions: Sequence[int], probability: float = 0.5) -> DraftTree:
     """A tree without branches; match lengths grow from 1."""
     held = DraftTree.from_chain(ids(text), probability)
-    return DraftTree(
+    return DraftTree.of(
         held.tokens,
         held.parents,
         held.depths,
@@ -55,7 +55,7 @@ def copied(text: str, source: int, places: Sequence[Place | None]) -> Step:
 
 def test_a_step_is_told_in_a_line_then_its_tree_then_where_the_accepted_tokens_came_from() -> None:
     # Text: k a b c d a, then the answer b c e. After "a" stood b c d; c was followed by e says the successor.
-    tree = DraftTree(
+    tree = DraftTree.of(
         np.array(ids("bcxd"), np.int32),
         np.array([-1, 0, -1, 1], np.int32),
         np.array([1, 2, 1, 3], np.int32),

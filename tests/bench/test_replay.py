@@ -409,7 +409,7 @@ def test_two_replays_give_the_same_counts(warm: bool) -> None:
 # Judging estimates
 
 # Root: 10 (0.62) and 12 (0.125). Under 10: 11, of whose path 0.31 is left, half of its parent's. Under 12: 13.
-TREE = DraftTree(
+TREE = DraftTree.of(
     np.array([10, 11, 12, 13], np.int32),
     np.array([-1, 0, -1, 2], np.int32),
     np.array([1, 2, 1, 2], np.int32),

@@ -15,7 +15,7 @@ from reader_rag.draft.tree import DraftTree
 def _chain(*probabilities: float) -> DraftTree:
     """A chain with the given path probabilities."""
     tree = DraftTree.from_chain(range(len(probabilities)))
-    return DraftTree(
+    return DraftTree.of(
         tree.tokens,
         tree.parents,
         tree.depths,

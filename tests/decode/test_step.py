@@ -239,7 +239,7 @@ def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dty
     drafted = target.new_cache(60, 8)
     target.prefill(text, drafted)
     zeros = np.zeros(5, np.int32)
-    chain = DraftTree(
+    chain = DraftTree.of(
         tokens=np.array(draft, np.int32),
         parents=np.arange(-1, 4, dtype=np.int32),
         depths=np.arange(1, 6, dtype=np.int32),

@@ -17,7 +17,7 @@ def tree() -> DraftTree:
           +- 8 (node 1)
     """
     zeros = np.zeros(5, np.int32)
-    return DraftTree(
+    return DraftTree.of(
         tokens=np.array([5, 8, 6, 7, 5], np.int32),
         parents=np.array([-1, -1, 0, 0, 2], np.int32),
         depths=np.array([1, 1, 2, 2, 3], np.int32),

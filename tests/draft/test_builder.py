@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ def make_prior(rows: dict[int, list[int]], size: int) -> NDArray[np.int32]:
 
 
 def same(a: DraftTree, b: DraftTree) -> bool:
-    return all(np.array_equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(DraftTree))
+    return np.array_equal(a.rows, b.rows) and np.array_equal(a.probabilities, b.probabilities)
 
 
 def test_one_place_gives_a_chain_whose_nodes_become_surer_with_every_match() -> None:
@@ -634,7 +634,7 @@ class Drafting:
             if len(path) < max_depth:
                 expand(len(rows) - 1, -negative, path)
         columns = [np.array(column) for column in zip(*rows, strict=True)] or [np.zeros(0) for _ in range(7)]
-        return DraftTree(*columns)
+        return DraftTree.of(*columns)
 
 
 def ready(case: Case) -> Drafting:
