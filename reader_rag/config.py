@@ -12,6 +12,7 @@ Exactness = Literal["fast", "strict"]
 Forward = Literal["auto", "torch"]
 
 _LEAST_TEMPERATURE = 1e-4
+_MOST_LOGPROBS = 100
 
 
 def _require(condition: bool, message: str) -> None:
@@ -56,32 +57,61 @@ class DraftConfig:
 class GenerationConfig:
     """What one call asks for.
 
+    Tokens are chosen as `transformers` chooses them: first the processors (penalties and bans, in the order of
+    `decode.processors`), then temperature, top-k, top-p, min-p and typical-p.
+
     Attributes:
         max_tokens: Most tokens to emit.
         stop: Strings that end the text; the text ends before the first of them.
+        include_stop: Whether the stop string that ended the text is part of it.
         temperature: 0 takes the most probable token (greedy); above 0 samples.
         top_k: Sample among the k most probable tokens; 0 takes all.
         top_p: Sample among the fewest tokens whose probabilities sum to at least this.
+        min_p: Sample among tokens at least this times as probable as the most probable one; 0 takes all.
+        typical_p: Sample among the tokens closest to the expected surprise whose probabilities sum to at least this.
         seed: Key of the sampling noise. The same seed gives the same tokens, drafted or plain. None draws one.
+        repetition_penalty: Divides (or multiplies, if negative) the logits of all tokens of prompt and answer; 1 is
+            off. As in `transformers`.
+        presence_penalty: Subtracted from the logit of each token that the answer contains, -2 to 2. As OpenAI defines
+            it.
+        frequency_penalty: The same, times how often the answer contains it.
+        no_repeat_ngram: No sequence of so many tokens comes twice, the prompt's included; 0 is off.
+        min_tokens: The answer does not end with an end-of-sequence token before it has so many tokens.
+        bad_words: Texts that never come, at the beginning of a word.
+        suppress_tokens: Token ids that never come.
         ignore_eos: Go on after the end-of-sequence token (for benchmarks).
         speculate: False decodes plainly: the same engine, no drafts.
+        logprobs: Report the log-probability of every token and of so many most probable ones; None: do not.
         record_margins: Keep, for every token, how far the best logit lay above the second best.
     """
 
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram: int = 0
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculate: bool = True
+    logprobs: int | None = None
     record_margins: bool = False
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
-        _require(not isinstance(self.stop, str), "stop must be a tuple of strings, not one string")
-        _require(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty")
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            _require(not isinstance(texts, str), f"{name} must be a tuple of strings, not one string")
+            _require(all(isinstance(s, str) and s for s in texts), f"{name} must not hold empty strings")
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0.0,
             f"temperature must be a number of at least 0, not {self.temperature}",
@@ -92,4 +122,26 @@ class GenerationConfig:
         )
         _require(self.top_k >= 0, f"top_k must be at least 0 (0: all tokens), not {self.top_k}")
         _require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], not {self.top_p}")
+        _require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1] (0: all tokens), not {self.min_p}")
+        _require(0.0 < self.typical_p <= 1.0, f"typical_p must be in (0, 1], not {self.typical_p}")
         _require(self.seed is None or 0 <= self.seed < 2**64, f"seed must be in 0..2**64-1, not {self.seed}")
+        _require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0,
+            f"repetition_penalty must be above 0 (1: off), not {self.repetition_penalty}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2] (0: off), not {value}")
+        _require(self.no_repeat_ngram >= 0, f"no_repeat_ngram must be at least 0 (0: off), not {self.no_repeat_ngram}")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens must be in 0..max_tokens ({self.max_tokens}), not {self.min_tokens}",
+        )
+        _require(
+            all(isinstance(token, int) and token >= 0 for token in self.suppress_tokens),
+            f"suppress_tokens must be token ids, not {self.suppress_tokens}",
+        )
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= _MOST_LOGPROBS,
+            f"logprobs must be 0..{_MOST_LOGPROBS} or None, not {self.logprobs}",
+        )

@@ -20,6 +20,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    LogProb,
     MessageRole,
 )
 from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
@@ -29,7 +30,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.schema import BaseNode, NodeWithScore
 
 from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
-from reader_rag.decode.types import Chunk, Generation, Passage, Prompt
+from reader_rag.decode.types import Chunk, Generation, Passage, Prompt, TokenLogprobs
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.hooks import ContextHooks, passages_from
 from reader_rag.llm_messages import join_system, template_message
@@ -38,7 +39,8 @@ from reader_rag.models import DEFAULT_MODEL
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reader_rag.decode.engine import Engine, GenerationStream
+    from reader_rag.decode.engine import Engine, GenerationStream, StoppingCriterion
+    from reader_rag.decode.select import Processor
 
 # Settings that an engine was made with; they cannot be given again for an engine that exists.
 _ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "forward", "trust_remote_code"})
@@ -47,8 +49,17 @@ _ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "forward"
 # (DocumentContextExtractor).
 _IGNORED_ARGUMENTS = frozenset({"extra_headers"})
 
+# What a call takes from this LLM's fields unless it says otherwise, and what only a call can ask for.
+_SETTINGS = frozenset(
+    {"max_tokens", "temperature", "top_p", "top_k", "min_p", "typical_p", "seed"}
+    | {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+)
+_ONLY_OF_A_CALL = frozenset(
+    {"no_repeat_ngram", "min_tokens", "bad_words", "suppress_tokens", "include_stop", "logprobs"}
+)
+
 ResponseT = TypeVar("ResponseT", ChatResponse, CompletionResponse)
-_Respond = Callable[[str, str | None, Generation | None], ResponseT]
+_Respond = Callable[[str, str | None, Sequence[TokenLogprobs], Generation | None], ResponseT]
 
 
 class _CallArguments(BaseModel):
@@ -60,8 +71,21 @@ class _CallArguments(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
     seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram: int | None = None
+    min_tokens: int | None = None
+    bad_words: tuple[str, ...] | None = None
+    suppress_tokens: tuple[int, ...] | None = None
     stop: str | list[str] | tuple[str, ...] | None = None
+    include_stop: bool | None = None
+    logprobs: int | None = None
+    logits_processor: list[Any] | None = None
+    stopping_criteria: list[Any] | None = None
     speculate: bool | None = None
     max_nodes: int | None = None
     tenant: str | None = None
@@ -75,6 +99,8 @@ class _Call:
     draft: DraftConfig
     passages: tuple[Passage, ...]
     tenant: str
+    logits_processor: Sequence[Processor] = ()
+    stopping_criteria: Sequence[StoppingCriterion] = ()
 
 
 class ReaderLLM(ContextHooks, CustomLLM):
@@ -96,7 +122,12 @@ class ReaderLLM(ContextHooks, CustomLLM):
         temperature: 0 is greedy; above 0 samples.
         top_p: Sample among the fewest tokens whose probabilities sum to at least this.
         top_k: Sample among the k most probable tokens; 0 takes all.
+        min_p: See `GenerationConfig`, here and below.
+        typical_p: Also a way to leave out improbable tokens.
         seed: Key of the sampling noise; None draws one per call.
+        repetition_penalty: As in `transformers`; 1 is off.
+        presence_penalty: As in OpenAI's API; 0 is off.
+        frequency_penalty: As in OpenAI's API; 0 is off.
         stop: Strings that end the answer.
         context_window: Most tokens of prompt and answer together; None takes the model's own.
         system_prompt: Put first in chats that do not begin with a system message, and in `complete`.
@@ -124,7 +155,12 @@ class ReaderLLM(ContextHooks, CustomLLM):
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     context_window: int | None = Field(default=None, frozen=True)
 
@@ -229,7 +265,10 @@ class ReaderLLM(ContextHooks, CustomLLM):
 
         Args:
             messages: Text messages; `system_prompt` is put first unless they begin with a system message.
-            kwargs: `max_tokens, temperature, top_p, top_k, seed, stop, speculate, max_nodes, tenant` for this call.
+            kwargs: For this call: `max_nodes`, `tenant`, and what `GenerationConfig` and `Engine.stream` take:
+                `max_tokens, temperature, top_p, top_k, min_p, typical_p, seed, repetition_penalty, presence_penalty,
+                frequency_penalty, no_repeat_ngram, min_tokens, bad_words, suppress_tokens, stop, include_stop,
+                logprobs, logits_processor, stopping_criteria, speculate`.
 
         Returns:
             The answer; usage in `raw["usage"]`, draft metrics and copied spans in `additional_kwargs`.
@@ -239,7 +278,7 @@ class ReaderLLM(ContextHooks, CustomLLM):
             PromptError: Nothing was asked, or more than the context window holds.
         """
         generation = _finish(self._open_chat(messages, self._call(kwargs)))
-        return self._chat_response(generation.text, None, generation)
+        return self._chat_response(generation.text, None, generation.logprobs, generation)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -251,7 +290,7 @@ class ReaderLLM(ContextHooks, CustomLLM):
         """Answer a chat without blocking the event loop; see `chat`."""
         stream = await self._on_thread(self._open_chat, messages, self._call(kwargs))
         generation = await self._afinish(stream)
-        return self._chat_response(generation.text, None, generation)
+        return self._chat_response(generation.text, None, generation.logprobs, generation)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
@@ -276,7 +315,7 @@ class ReaderLLM(ContextHooks, CustomLLM):
             PromptError: The prompt is empty or longer than the context window.
         """
         generation = _finish(self._open_completion(prompt, formatted, self._call(kwargs)))
-        return self._completion_response(generation.text, None, generation)
+        return self._completion_response(generation.text, None, generation.logprobs, generation)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -288,7 +327,7 @@ class ReaderLLM(ContextHooks, CustomLLM):
         """Answer a prompt without blocking the event loop; see `complete`."""
         stream = await self._on_thread(self._open_completion, prompt, formatted, self._call(kwargs))
         generation = await self._afinish(stream)
-        return self._completion_response(generation.text, None, generation)
+        return self._completion_response(generation.text, None, generation.logprobs, generation)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
@@ -337,15 +376,20 @@ class ReaderLLM(ContextHooks, CustomLLM):
             raise ConfigError(_explain(error, _CallArguments.model_fields)) from error
         own = arguments.model_dump(exclude_none=True)
         stop = own.get("stop", self.stop)
-        names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-        generation = GenerationConfig(
-            **{name: own.get(name, getattr(self, name)) for name in names},
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            speculate=self._speculates(arguments),
-        )
+        settings = {name: getattr(self, name) for name in _SETTINGS} | {n: own[n] for n in _SETTINGS & own.keys()}
+        settings |= {name: own[name] for name in _ONLY_OF_A_CALL & own.keys()}
+        settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        generation = GenerationConfig(**settings, speculate=self._speculates(arguments))
         draft = replace(self._draft, max_nodes=own.get("max_nodes", self.max_nodes))
         context = () if self._context is None else (self._context,)
-        return _Call(generation, draft, (*self._sources, *context), own.get("tenant", ""))
+        return _Call(
+            generation,
+            draft,
+            (*self._sources, *context),
+            own.get("tenant", ""),
+            arguments.logits_processor or (),
+            arguments.stopping_criteria or (),
+        )
 
     def _speculates(self, arguments: _CallArguments) -> bool:
         speculate, max_nodes = arguments.speculate, arguments.max_nodes
@@ -398,18 +442,45 @@ class ReaderLLM(ContextHooks, CustomLLM):
                     "shorten the prompt or raise context_window"
                 )
             generation = replace(generation, max_tokens=min(generation.max_tokens, room))
-        return self._engine.stream(prompt, generation, call.passages, tenant=call.tenant, draft=call.draft)
+        return self._engine.stream(
+            prompt,
+            generation,
+            call.passages,
+            tenant=call.tenant,
+            draft=call.draft,
+            logits_processor=call.logits_processor,
+            stopping_criteria=call.stopping_criteria,
+        )
 
     # -- from a stream to responses --
 
-    def _completion_response(self, text: str, delta: str | None, done: Generation | None) -> CompletionResponse:
+    def _completion_response(
+        self, text: str, delta: str | None, logprobs: Sequence[TokenLogprobs], done: Generation | None
+    ) -> CompletionResponse:
         raw, metrics = self._report(done)
-        return CompletionResponse(text=text, delta=delta, raw=raw, additional_kwargs=metrics)
+        held = self._logprobs(logprobs)
+        return CompletionResponse(text=text, delta=delta, logprobs=held, raw=raw, additional_kwargs=metrics)
 
-    def _chat_response(self, text: str, delta: str | None, done: Generation | None) -> ChatResponse:
+    def _chat_response(
+        self, text: str, delta: str | None, logprobs: Sequence[TokenLogprobs], done: Generation | None
+    ) -> ChatResponse:
         raw, metrics = self._report(done)
         message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-        return ChatResponse(message=message, delta=delta, raw=raw, additional_kwargs=metrics)
+        held = self._logprobs(logprobs)
+        return ChatResponse(message=message, delta=delta, logprobs=held, raw=raw, additional_kwargs=metrics)
+
+    def _logprobs(self, held: Sequence[TokenLogprobs]) -> list[list[LogProb]] | None:
+        """For each token a list: the token itself, then the most probable others."""
+        if not held:
+            return None
+
+        def one(token: int, logprob: float) -> LogProb:
+            text = str(self.tokenizer.decode([token]))
+            return LogProb(token=text, logprob=logprob, bytes=list(text.encode()))
+
+        return [
+            [one(of.token_id, of.logprob), *(one(*other) for other in of.top if other[0] != of.token_id)] for of in held
+        ]
 
     def _report(self, done: Generation | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """`raw` and `additional_kwargs`; nothing to report before the last response."""
@@ -440,7 +511,8 @@ class ReaderLLM(ContextHooks, CustomLLM):
         async with aclosing(self._achunks(stream)) as chunks:
             async for chunk in chunks:
                 text += chunk.text
-                yield respond(text, chunk.text, stream.result if chunk.finish_reason is not None else None)
+                done = stream.result if chunk.finish_reason is not None else None
+                yield respond(text, chunk.text, chunk.logprobs, done)
 
     async def _afinish(self, stream: GenerationStream) -> Generation:
         async with aclosing(self._achunks(stream)) as chunks:
@@ -454,7 +526,8 @@ def _responses(stream: GenerationStream, respond: _Respond[ResponseT]) -> Genera
     with closing(stream):
         for chunk in stream:
             text += chunk.text
-            yield respond(text, chunk.text, stream.result if chunk.finish_reason is not None else None)
+            done = stream.result if chunk.finish_reason is not None else None
+            yield respond(text, chunk.text, chunk.logprobs, done)
 
 
 def _finish(stream: GenerationStream) -> Generation:

@@ -44,6 +44,8 @@ class Call:
     passages: tuple[Passage, ...]
     tenant: str
     draft: DraftConfig | None
+    logits_processor: tuple[Any, ...] = ()
+    stopping_criteria: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -84,10 +86,13 @@ class ScriptedEngine:
         *,
         tenant: str = "",
         draft: DraftConfig | None = None,
+        logits_processor: Sequence[Any] = (),
+        stopping_criteria: Sequence[Any] = (),
     ) -> ScriptedStream:
         if len(prompt.token_ids) > self.context_window:
             raise PromptError("the prompt is longer than the context window")
-        self.calls.append(Call(prompt, generation, tuple(passages), tenant, draft))
+        given = (tuple(logits_processor), tuple(stopping_criteria))
+        self.calls.append(Call(prompt, generation, tuple(passages), tenant, draft, *given))
         self.streams.append(ScriptedStream(self, prompt, generation))
         return self.streams[-1]
 

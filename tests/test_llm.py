@@ -151,6 +151,42 @@ class TestSettings:
         assert call.draft == DraftConfig(max_nodes=4)
         assert call.tenant == "a"
 
+    def test_every_setting_of_a_generation_can_be_given_with_a_call(
+        self, llm: ReaderLLM, engine: ScriptedEngine
+    ) -> None:
+        given: dict[str, Any] = {
+            "min_p": 0.1,
+            "typical_p": 0.9,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "no_repeat_ngram": 3,
+            "min_tokens": 2,
+            "bad_words": ("x",),
+            "suppress_tokens": (4,),
+            "include_stop": True,
+            "logprobs": 5,
+        }
+
+        def bias(ids: Any, scores: Any) -> Any:
+            return scores
+
+        llm.complete("Hi", **given, logits_processor=[bias], stopping_criteria=[bias])
+        call = engine.calls[0]
+        assert call.generation == GenerationConfig(**given)
+        assert (call.logits_processor, call.stopping_criteria) == ((bias,), (bias,))
+
+    def test_penalties_may_be_settings_of_the_llm(self, engine: ScriptedEngine) -> None:
+        given: dict[str, Any] = {"min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.2}
+        given |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+        llm = ReaderLLM.from_engine(engine, **given)
+        llm.complete("Hi")
+        llm.complete("Hi", min_p=0.0)
+        assert [call.generation for call in engine.calls] == [
+            GenerationConfig(**given),
+            GenerationConfig(**given | {"min_p": 0.0}),
+        ]
+
     def test_none_takes_the_own_setting(self, llm: ReaderLLM, engine: ScriptedEngine) -> None:
         llm.complete("Hi", max_tokens=None, stop=None)
         assert engine.calls[0].generation == GenerationConfig()
@@ -199,7 +235,7 @@ class TestSettings:
             ({"temperature": -1.0}, "temperature must be a number of at least 0"),
             ({"temperature": "hot"}, "temperature: .* not 'hot'"),
             ({"top_p": 0.0}, "top_p must be in"),
-            ({"stop": [""]}, "stop strings must not be empty"),
+            ({"stop": [""]}, "stop must not hold empty strings"),
             ({"max_nodes": -1}, "max_nodes must be 0..1024"),
             ({"speculate": True, "max_nodes": 0}, "speculate=True asks for drafts and max_nodes=0"),
             ({"speculate": False, "max_nodes": 4}, "speculate=False turns drafts off and max_nodes=4"),
@@ -485,6 +521,17 @@ class TestOnTheRealEngine:
     def test_drafts_change_nothing(self, tiny: ReaderLLM, questions: dict[str, str]) -> None:
         assert len(set(questions.values())) > 20  # answers differ, so a mix-up would show
         assert {q: tiny.with_sources([q * 3]).complete(q).text for q in questions} == questions
+
+    def test_log_probabilities_come_as_llama_index_names_them(self, tiny: ReaderLLM) -> None:
+        chat = tiny.chat([user("the garden")], max_tokens=4, logprobs=2, temperature=3.0, seed=1)
+        parts = list(tiny.stream_complete("the garden", max_tokens=4, logprobs=2, temperature=3.0, seed=1))
+        assert chat.logprobs is not None
+        assert [len(held) for held in chat.logprobs] == [3, 3, 3, 3]  # a drawn token, and the two that were likelier
+        for held in chat.logprobs:
+            assert held[0].logprob < held[2].logprob < held[1].logprob < 0.0
+            assert held[0].bytes == list(held[0].token.encode())
+        assert [held for part in parts for held in part.logprobs or ()] == chat.logprobs
+        assert tiny.chat([user("the garden")], max_tokens=4).logprobs is None
 
     def test_a_copied_span_names_its_node_and_shows_its_text(self, tiny: ReaderLLM) -> None:
         text = tiny.complete("the garden", max_tokens=64).text

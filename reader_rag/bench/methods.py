@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from reader_rag.config import GenerationConfig
 from reader_rag.decode.engine import Engine
+from reader_rag.decode.select import Verified, greedy
 from reader_rag.decode.types import Prompt
 
 LOOKUP_SIZES = (2, 3)
@@ -69,9 +70,9 @@ class _Forced:
         self._prompt_tokens = prompt_tokens
         self._tokens = tokens
 
-    def __call__(self, logits: torch.Tensor, positions: list[int]) -> Callable[[int], int]:
-        logits.argmax(-1).tolist()
-        return lambda row: self._tokens[positions[row] - self._prompt_tokens]
+    def __call__(self, verified: Verified) -> Callable[[int], int]:
+        greedy(verified)
+        return lambda row: self._tokens[verified.position(row) - self._prompt_tokens]
 
 
 def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,14 @@ from reader_rag.decode.best import best_tokens
 from reader_rag.decode.cache import TreeCache
 from reader_rag.decode.costs import StepCosts, remembered
 from reader_rag.decode.learned import Learned, LearnedByTenant
+from reader_rag.decode.logprobs import token_logprobs
+from reader_rag.decode.processors import make_processors, private
 from reader_rag.decode.provenance import Provenance
-from reader_rag.decode.select import Selector, make_selector
+from reader_rag.decode.select import Processor, Selector, Verified, make_selector
 from reader_rag.decode.selftest import keeps_bits, verifies_trees
 from reader_rag.decode.step import FixedShape, Target
 from reader_rag.decode.text import TextAssembler
-from reader_rag.decode.types import Chunk, CopiedSpan, FinishReason, Generation, Passage, Prompt, Stats
+from reader_rag.decode.types import Chunk, CopiedSpan, FinishReason, Generation, Passage, Prompt, Stats, TokenLogprobs
 from reader_rag.decode.walk import walk
 from reader_rag.draft.builder import TreeBuilder
 from reader_rag.draft.context import ContextIndex
@@ -36,6 +38,9 @@ from reader_rag.draft.profile import Profile, fingerprint, profiles
 from reader_rag.draft.tree import SOURCES, SUCCESSOR, DraftTree
 from reader_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from reader_rag.model_cache import cache_folder
+
+StoppingCriterion = Callable[[torch.Tensor, None], Any]
+"""A `StoppingCriteria` of `transformers`, or a function like it: token ids [1, length] and None to whether to stop."""
 
 _UNKNOWN_WINDOW = 1 << 20
 _TOKENS_BEFORE = 4
@@ -192,6 +197,8 @@ class Engine:
         *,
         tenant: str = "",
         draft: DraftConfig | None = None,
+        logits_processor: Sequence[Processor] = (),
+        stopping_criteria: Sequence[StoppingCriterion] = (),
         selector: Selector | None = None,
     ) -> GenerationStream:
         """Decode step by step.
@@ -203,13 +210,20 @@ class Engine:
                 marked as its own; the others are searched besides the prompt.
             tenant: On whose behalf; nothing learned from one tenant's text is used for another.
             draft: Overrides the engine's.
-            selector: Chooses the tokens instead of `generation`'s sampling settings.
+            logits_processor: Processors of `transformers`, or functions of (token ids [1, length], scores
+                [1, vocabulary]): applied after those of `generation` and before temperature and the like, once for
+                every token, in order, with all tokens before it. An answer works on copies of its own, which begin in
+                the state that these are in.
+            stopping_criteria: Criteria of `transformers`, or functions of (token ids [1, length], None): asked after
+                every token, likewise.
+            selector: Chooses the tokens instead of all that.
 
         Returns:
             An iterator over chunks; its first `next` does the prefill.
 
         Raises:
             PromptError: The prompt is empty or leaves no room in the model's context.
+            ConfigError: A processor, a criterion or a setting cannot be used.
         """
         length = len(prompt.token_ids)
         if not length:
@@ -220,8 +234,18 @@ class Engine:
                 "shorten it, or retrieve fewer passages (--top-k)"
             )
         generation = generation or GenerationConfig()
-        selector = selector or make_selector(generation)
-        return GenerationStream(self, prompt, generation, passages, tenant, draft or self.draft, selector)
+        if selector is None:
+            processors = make_processors(
+                generation,
+                self.tokenizer,
+                prompt_tokens=length,
+                eos_ids=sorted(self.eos_ids),
+                device=self.target.device,
+                given=private(logits_processor, "logits_processor"),
+            )
+            selector = make_selector(generation, processors)
+        criteria = private(stopping_criteria, "stopping_criteria")
+        return GenerationStream(self, prompt, generation, passages, tenant, draft or self.draft, selector, criteria)
 
     def generate(
         self,
@@ -231,10 +255,21 @@ class Engine:
         *,
         tenant: str = "",
         draft: DraftConfig | None = None,
+        logits_processor: Sequence[Processor] = (),
+        stopping_criteria: Sequence[StoppingCriterion] = (),
         selector: Selector | None = None,
     ) -> Generation:
         """Decode to the end; arguments and errors as in `stream`."""
-        with self.stream(prompt, generation, passages, tenant=tenant, draft=draft, selector=selector) as stream:
+        with self.stream(
+            prompt,
+            generation,
+            passages,
+            tenant=tenant,
+            draft=draft,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            selector=selector,
+        ) as stream:
             for _ in stream:
                 pass
             return stream.result
@@ -255,6 +290,7 @@ class GenerationStream(Iterator[Chunk]):
         tenant: str,
         draft: DraftConfig,
         selector: Selector,
+        criteria: Sequence[StoppingCriterion],
     ) -> None:
         self.tenant = tenant
         self._engine = engine
@@ -264,7 +300,11 @@ class GenerationStream(Iterator[Chunk]):
         self._draft = draft
         self._max_tokens = min(generation.max_tokens, engine.context_window - len(prompt.token_ids))
         self._select = selector
+        self._criteria = criteria
+        # An answer that goes on after them has no ends.
+        self._ends_at = frozenset[int]() if generation.ignore_eos else engine.eos_ids
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._margins: list[float] = []
         self._finish: FinishReason | None = None
         self._counts: Counter[str] = Counter()
@@ -274,7 +314,9 @@ class GenerationStream(Iterator[Chunk]):
         self._closed = False
         self._busy = threading.Lock()
         self._copied: tuple[CopiedSpan, ...] = ()
-        self._text = TextAssembler(engine.tokenizer, generation.stop, prompt.token_ids[-_TOKENS_BEFORE:])
+        self._text = TextAssembler(
+            engine.tokenizer, generation.stop, prompt.token_ids[-_TOKENS_BEFORE:], generation.include_stop
+        )
 
     def __next__(self) -> Chunk:
         """Run one step of the engine: the prefill at first, then one verified draft each.
@@ -295,7 +337,8 @@ class GenerationStream(Iterator[Chunk]):
                 raise
             if self._finish is not None:
                 self._release()
-            chunk = Chunk(self._text.take(), tuple(self._tokens[before:]), self._finish)
+            new = tuple(self._tokens[before:])
+            chunk = Chunk(self._text.take(), new, self._finish, tuple(self._logprobs[before:]))
         if self._closed:  # by another thread during the step, which left the cache to this one
             self.close()
         return chunk
@@ -337,6 +380,7 @@ class GenerationStream(Iterator[Chunk]):
             finish_reason=self._finish or "length",
             stats=stats,
             copied=copied,
+            logprobs=tuple(self._logprobs),
             margins=tuple(self._margins),
         )
 
@@ -353,10 +397,11 @@ class GenerationStream(Iterator[Chunk]):
         state = self._state = _State(self._engine, self._prompt, self._passages, draft, self._max_tokens, learned)
         seen = state.learn_prompt if draft.max_successors else None
         logits = self._engine.target.prefill(self._prompt.token_ids, state.cache, seen)
-        token = self._select(logits, [len(self._prompt.token_ids)])(0)
+        nothing = DraftTree.empty()
+        token = self._select(Verified(logits, nothing, state.index.sequence))(0)
         self._counts["cache_bytes"] = state.cache.nbytes
-        self._record_margins(logits, [0])
-        self._emit(state, DraftTree.empty(), [], [token])
+        self._record(logits, [0], [token])
+        self._emit(state, nothing, [], [token])
         self._seconds["ttft"] = time.perf_counter() - started
 
     def _step(self) -> None:
@@ -370,12 +415,13 @@ class GenerationStream(Iterator[Chunk]):
         position = state.cache.length
         logits = self._engine.target.verify(root, tree, state.cache)
         state.learn(root, tree, logits)
-        target = self._select(logits, [position + 1, *(position + 1 + tree.depths).tolist()])
-        accepted, emitted = walk(tree, lambda node: target(node + 1))
-        state.cache.keep([0, *(node + 1 for node in accepted)])
+        target = self._select(Verified(logits, tree, state.index.sequence))
+        accepted, emitted = walk(tree, lambda node: target(node + 1), self._ends_at)
+        rows = [0, *(node + 1 for node in accepted)]
+        state.cache.keep(rows)
         self._counts["steps"] += 1
         self._counts["drafted"] += len(tree)
-        self._record_margins(logits, [0, *(node + 1 for node in accepted)])
+        self._record(logits, rows[: len(emitted)], emitted)
         if self._engine.costs is not None:
             self._engine.costs.observe(len(tree) + 1, position, time.perf_counter() - drafted)
         self._emit(state, tree, accepted, emitted)
@@ -417,22 +463,33 @@ class GenerationStream(Iterator[Chunk]):
             if self._ends(token):
                 break
         del self._margins[len(self._tokens) :]
+        del self._logprobs[len(self._tokens) :]
         state.builder.observe(taken)
         state.index.extend(taken)
         if self._finish is not None:
             self._text.finish()
 
     def _ends(self, token: int) -> bool:
-        if token in self._engine.eos_ids and not self._generation.ignore_eos:
+        if token in self._ends_at:
             self._text.ends.append(len(self._text.text))
             self._finish = "stop"
-        elif self._text.push(token):
+        elif self._text.push(token) or self._criterion_met():
             self._finish = "stop"
         elif len(self._tokens) >= self._max_tokens:
             self._finish = "length"
         return self._finish is not None
 
-    def _record_margins(self, logits: torch.Tensor, rows: list[int]) -> None:
+    def _criterion_met(self) -> bool:
+        if not self._criteria:
+            return False
+        ids = torch.tensor([[*self._prompt.token_ids, *self._tokens]], device=self._engine.target.device)
+        # All are asked, as in `transformers`: one that counts its calls must not miss any.
+        met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self._criteria]
+        return any(met)
+
+    def _record(self, logits: torch.Tensor, rows: list[int], tokens: list[int]) -> None:
+        if self._generation.logprobs is not None:
+            self._logprobs += token_logprobs(logits, rows, tokens, self._generation.logprobs)
         if self._generation.record_margins:
             best = logits[rows].float().topk(2, dim=-1).values
             self._margins.extend((best[:, 0] - best[:, 1]).tolist())

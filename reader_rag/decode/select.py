@@ -1,89 +1,123 @@
-"""From logits to the target's own token at a position."""
+"""From logits to the target's own token at a node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from reader_rag.config import GenerationConfig
+from reader_rag.draft.tree import DraftTree
+from reader_rag.errors import ConfigError
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A `LogitsProcessor` of `transformers`, or a function like it: token ids [1, length] and scores float32
+[1, vocabulary] to scores."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What one forward pass found out.
+
+    Attributes:
+        logits: [1 + nodes, vocabulary], after the root and after each node.
+        tree: The nodes.
+        sequence: int32 [length], prompt and output up to the root, the root included.
+    """
+
+    logits: torch.Tensor
+    tree: DraftTree
+    sequence: NDArray[np.int32]
+
+    def position(self, row: int) -> int:
+        """The absolute position of the token that follows a row (0: the root, n: node n - 1)."""
+        return len(self.sequence) + (int(self.tree.depths[row - 1]) if row else 0)
+
+    def prefix(self, row: int) -> NDArray[np.int64]:
+        """int64 [position(row)], all tokens before the one that follows a row."""
+        prefix = np.empty(self.position(row), np.int64)
+        length = len(self.sequence)
+        prefix[:length] = self.sequence
+        if row:
+            path = self.tree.paths[row, 1 : len(prefix) - length + 1]
+            prefix[length:] = self.tree.tokens[path - 1]
+        return prefix
 
 
 class Selector(Protocol):
-    """Says which token the target emits, given the logits after a node and the node's position."""
+    """Says which token the target emits after each row of a forward pass."""
 
-    def __call__(self, logits: torch.Tensor, positions: list[int]) -> Callable[[int], int]:
-        """Prepare the choice for the nodes of one step.
+    def __call__(self, verified: Verified) -> Callable[[int], int]:
+        """Prepare the choice.
 
         Args:
-            logits: [nodes, vocabulary].
-            positions: For each node, the absolute position of the token that follows it.
+            verified: The pass.
 
         Returns:
-            A function from a node's row to the token emitted there; called for visited nodes only.
+            A function from a row to the token emitted there. It is called for visited rows only: from the root down
+            the accepted path, each once. So over an answer it is called as plain decoding would call it, once a token
+            with that token's true prefix, and what keeps state from call to call keeps the right one.
         """
 
 
-def greedy(logits: torch.Tensor, positions: list[int]) -> Callable[[int], int]:
+def greedy(verified: Verified) -> Callable[[int], int]:
     """The most probable token everywhere (of equal ones, the first)."""
+    logits = verified.logits
     # On the CPU NumPy's argmax: the threads that PyTorch would wake spin for a while, in the way of the next step's.
     alike = logits.device.type == "cpu" and logits.dtype == torch.float32
     tokens: list[int] = (logits.numpy() if alike else logits).argmax(-1).tolist()
     return tokens.__getitem__
 
 
-class Sampled:
-    """Draws from the target's distribution with the Gumbel-max trick.
+class Processed:
+    """The most probable token, or a draw, after processors have changed the scores.
 
     `argmax(log p + g)` with Gumbel noise g is a draw from p. The noise is a function of (seed, position) alone, from a
     counter-based generator, so that drafted and plain decoding of one seed draw the same tokens.
 
     Args:
-        temperature: Above 0.
-        top_k: Keep the k most probable tokens; 0 keeps all.
-        top_p: Keep the fewest tokens whose probabilities sum to at least this.
-        seed: 0..2**64-1.
+        processors: Applied in order to the scores of each visited row, with that row's true prefix.
+        seed: 0..2**64-1; None takes the best token.
     """
 
-    def __init__(self, temperature: float, top_k: int, top_p: float, seed: int) -> None:
-        self._temperature = temperature
-        self._top_k = top_k
-        self._top_p = top_p
+    def __init__(self, processors: Sequence[Processor], seed: int | None = None) -> None:
+        self._processors = tuple(processors)
         self._seed = seed
 
-    def __call__(self, logits: torch.Tensor, positions: list[int]) -> Callable[[int], int]:
+    def __call__(self, verified: Verified) -> Callable[[int], int]:
         """See `Selector`."""
 
         def token(row: int) -> int:
-            scores = self.warp(logits[row].float())
-            noise = gumbel(self._seed, positions[row], scores.shape[0])
-            return int((scores + torch.from_numpy(noise).to(scores.device)).argmax())
+            scores = self.scores(verified, row)
+            if self._seed is not None:
+                noise = torch.from_numpy(gumbel(self._seed, verified.position(row), len(scores)))
+                scores = scores + noise.to(scores.device)
+            return int(scores.argmax())
 
         return token
 
-    def warp(self, scores: torch.Tensor) -> torch.Tensor:
-        """Temperature, then top-k, then top-p, in that order.
+    def scores(self, verified: Verified, row: int) -> torch.Tensor:
+        """float32 [vocabulary], the scores of a row after all processors.
 
-        Args:
-            scores: float32 [vocabulary], logits.
-
-        Returns:
-            float32 [vocabulary], -inf where a token cannot be drawn.
+        Raises:
+            ConfigError: A processor returned something else than scores.
         """
-        scores = scores / self._temperature
-        if 0 < self._top_k < scores.shape[0]:
-            least = scores.topk(self._top_k).values[-1]
-            scores = scores.masked_fill(scores < least, -torch.inf)
-        if self._top_p < 1.0:
-            ordered, tokens = scores.sort(descending=True, stable=True)
-            probabilities = ordered.softmax(-1)
-            before = probabilities.cumsum(-1) - probabilities
-            scores = scores.masked_fill(
-                torch.zeros_like(scores, dtype=torch.bool).scatter(0, tokens, before >= self._top_p), -torch.inf
-            )
-        return scores
+        # A copy: processors may write into what they get, and others read these logits.
+        scores = verified.logits[row : row + 1].to(torch.float32, copy=True)
+        shape = scores.shape
+        ids = torch.from_numpy(verified.prefix(row))[None].to(scores.device)
+        for processor in self._processors:
+            scores = processor(ids, scores)
+            if not isinstance(scores, torch.Tensor) or scores.shape != shape:
+                raise ConfigError(
+                    f"the logits processor {type(processor).__name__} must return scores of shape {tuple(shape)}, "
+                    f"not {tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__}"
+                )
+        return scores[0]
 
 
 def gumbel(seed: int, position: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -104,11 +138,16 @@ def gumbel(seed: int, position: int, size: int) -> np.ndarray[tuple[int], np.dty
     return noise
 
 
-def make_selector(generation: GenerationConfig) -> Selector:
-    """The selector that a call's settings ask for."""
+def make_selector(generation: GenerationConfig, processors: Sequence[Any] = ()) -> Selector:
+    """The selector that a call's settings ask for.
+
+    Args:
+        generation: The settings.
+        processors: All that change the scores, in order; see `processors.make_processors`.
+    """
     if generation.temperature == 0.0:
-        return greedy
+        return Processed(processors) if processors else greedy
     seed = generation.seed
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-    return Sampled(generation.temperature, generation.top_k, generation.top_p, seed)
+    return Processed(processors, seed)

@@ -17,13 +17,17 @@ class TextAssembler:
 
     Args:
         tokenizer: A `transformers` tokenizer.
-        stop: Strings that end the text; it ends before the first of them.
+        stop: Strings that end the text; it ends before the one that begins first.
         before: The last tokens before the first one; some tokenizers spell a word's first token by what precedes it.
+        include: The text ends behind the stop string instead (of those that begin there, the shortest).
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = (), include: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._include = include
         self._tokens = list(before)
         self._read = len(self._tokens)  # tokens before this are in the text
         self._prefix = 0  # decoding starts here, so that the tokenizer sees what precedes a new token
@@ -35,7 +39,7 @@ class TextAssembler:
 
     @property
     def text(self) -> str:
-        """The whole text so far, what is held back included, without a stop string."""
+        """The whole text so far, what is held back included."""
         return self._text
 
     def push(self, token: int) -> bool:
@@ -78,9 +82,10 @@ class TextAssembler:
     def _add(self, piece: str) -> None:
         searched = max(0, len(self._text) - max((len(s) for s in self._stop), default=0) + 1)
         self._text += piece
-        found = [at for s in self._stop if (at := self._text.find(s, searched)) >= 0]
+        found = [(at, len(s)) for s in self._stop if (at := self._text.find(s, searched)) >= 0]
         if found:
-            self._text = self._text[: min(found)]
+            at, length = min(found)
+            self._text = self._text[: at + length if self._include else at]
             self.stopped = True
 
     def _held(self) -> int:

@@ -57,18 +57,36 @@ class CopiedSpan:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """How probable the model held an emitted token, and what it held most probable there.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm of its probability by the model alone, before penalties, bans and temperature.
+        top: The most probable tokens with theirs, the best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Chunk:
     """What one step of a stream adds.
 
     Attributes:
         text: New text; empty while half a character or a possible stop string is held back.
         token_ids: Tokens this step emitted.
-        finish_reason: None until the last chunk; then "stop" (end-of-sequence token or stop string) or "length".
+        finish_reason: None until the last chunk; then "stop" (end-of-sequence token, stop string or stopping criterion)
+            or "length".
+        logprobs: With `GenerationConfig.logprobs`: of each of these tokens.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,11 +137,12 @@ class Generation:
     """A finished answer.
 
     Attributes:
-        text: The answer, without special tokens and without the stop string that ended it.
+        text: The answer, without special tokens and (unless asked for) without the stop string that ended it.
         token_ids: Emitted tokens, the end-of-sequence token included when it was emitted.
         finish_reason: "stop" or "length".
         stats: Counts and times.
         copied: Which spans were copied from which passage, in the answer's order, not overlapping.
+        logprobs: With `GenerationConfig.logprobs`: of each token.
         margins: With `record_margins`: per token the best logit less the second best.
     """
 
@@ -132,4 +151,5 @@ class Generation:
     finish_reason: FinishReason
     stats: Stats
     copied: tuple[CopiedSpan, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     margins: tuple[float, ...] = ()

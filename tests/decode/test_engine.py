@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from reader_rag.config import DraftConfig, Forward, GenerationConfig
 from reader_rag.decode.engine import Engine
+from reader_rag.decode.select import Verified
 from reader_rag.decode.types import Chunk, Generation, Passage, Prompt
 from reader_rag.errors import ConfigError, PromptError, UnsupportedModelError
 
@@ -69,10 +70,10 @@ def engine(letters: PreTrainedTokenizerFast) -> Engine:
     return made
 
 
-def forced(prompt: Prompt, tokens: Sequence[int]) -> Callable[[torch.Tensor, list[int]], Callable[[int], int]]:
+def forced(prompt: Prompt, tokens: Sequence[int]) -> Callable[[Verified], Callable[[int], int]]:
     """A target that emits these tokens, whatever its logits say."""
     start = len(prompt.token_ids)
-    return lambda _, positions: lambda row: tokens[positions[row] - start]
+    return lambda verified: lambda row: tokens[verified.position(row) - start]
 
 
 def generate(

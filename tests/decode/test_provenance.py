@@ -37,7 +37,7 @@ def say(
         options,
         passages,
         draft=DRAFT,
-        selector=lambda _, positions: lambda row: tokens[positions[row] - start],
+        selector=lambda verified: lambda row: tokens[verified.position(row) - start],
     )
     check(result, passages)
     return result
@@ -124,7 +124,7 @@ def test_the_targets_own_token_goes_on_a_copy_where_it_is_the_next_one(engine: E
         GenerationConfig(max_tokens=len(tokens)),
         [passage],
         draft=DraftConfig(max_nodes=1),
-        selector=lambda _, positions: lambda row: tokens[positions[row] - 1],
+        selector=lambda verified: lambda row: tokens[verified.position(row) - 1],
     )
     check(result, [passage])
     assert quotes(result) == [("p", "KLMN 789 QRST")]
@@ -157,7 +157,7 @@ def test_a_closed_stream_still_knows_what_was_copied(engine: Engine) -> None:
         GenerationConfig(max_tokens=len(tokens)),
         [passage],
         draft=DraftConfig(max_nodes=4, max_successors=0, calibrates=False),
-        selector=lambda _, positions: lambda row: tokens[positions[row] - 1],
+        selector=lambda verified: lambda row: tokens[verified.position(row) - 1],
     )
     next(stream)
     next(stream)
