@@ -14,6 +14,7 @@ import typer
 
 from reader_rag import __version__
 from reader_rag.bench.commands import app as bench_app
+from reader_rag.bench.verify_command import verify
 from reader_rag.ui.errors import OneLineErrors
 from reader_rag.ui.terminal import ingest_progress, output, quiet_libraries, status
 
@@ -32,6 +33,7 @@ models_app = typer.Typer(
 )
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
+app.command(epilog="Example: reader-rag verify --dtype bfloat16 --exactness strict")(verify)
 
 Store = Annotated[Path, typer.Option("--store", help="Folder of the document store.", show_default=False)]
 Model = Annotated[str, typer.Option("--model", help="LLM: alias, local folder or hub id.")]

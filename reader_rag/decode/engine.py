@@ -235,17 +235,23 @@ class Engine:
             )
         generation = generation or GenerationConfig()
         if selector is None:
-            processors = make_processors(
-                generation,
-                self.tokenizer,
-                prompt_tokens=length,
-                eos_ids=sorted(self.eos_ids),
-                device=self.target.device,
-                given=private(logits_processor, "logits_processor"),
-            )
-            selector = make_selector(generation, processors)
+            selector = self.selector(prompt, generation, logits_processor)
         criteria = private(stopping_criteria, "stopping_criteria")
         return GenerationStream(self, prompt, generation, passages, tenant, draft or self.draft, selector, criteria)
+
+    def selector(
+        self, prompt: Prompt, generation: GenerationConfig, logits_processor: Sequence[Processor] = ()
+    ) -> Selector:
+        """What chooses the tokens of one answer; arguments and errors as in `stream`."""
+        processors = make_processors(
+            generation,
+            self.tokenizer,
+            prompt_tokens=len(prompt.token_ids),
+            eos_ids=sorted(self.eos_ids),
+            device=self.target.device,
+            given=private(logits_processor, "logits_processor"),
+        )
+        return make_selector(generation, processors)
 
     def generate(
         self,

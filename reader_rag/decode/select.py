@@ -91,14 +91,15 @@ class Processed:
     def __call__(self, verified: Verified) -> Callable[[int], int]:
         """See `Selector`."""
 
-        def token(row: int) -> int:
-            scores = self.scores(verified, row)
-            if self._seed is not None:
-                noise = torch.from_numpy(gumbel(self._seed, verified.position(row), len(scores)))
-                scores = scores + noise.to(scores.device)
-            return int(scores.argmax())
+        return lambda row: int(self.perturbed(verified, row).argmax())
 
-        return token
+    def perturbed(self, verified: Verified, row: int) -> torch.Tensor:
+        """float32 [vocabulary], what the chosen token is the best of: `scores`, and the noise of the row's position."""
+        scores = self.scores(verified, row)
+        if self._seed is None:
+            return scores
+        noise = torch.from_numpy(gumbel(self._seed, verified.position(row), len(scores)))
+        return scores + noise.to(scores.device)
 
     def scores(self, verified: Verified, row: int) -> torch.Tensor:
         """float32 [vocabulary], the scores of a row after all processors.

@@ -1,0 +1,140 @@
+"""`reader-rag verify`: whether drafts change anything, on one's own model and prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from reader_rag.bench.terminal import progress
+from reader_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reader_rag.bench.verify import Verification
+    from reader_rag.decode.engine import Engine
+    from reader_rag.decode.types import Prompt
+
+_OWN = 4
+"""Prompts of each kind where no file is given."""
+_SHOWN = 20
+
+
+def verify(
+    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='Prompts, a line each: {"id", "category", "turns": [text, ...]}.',
+            show_default="questions about Python's documentation and installed packages",
+        ),
+    ] = None,
+    categories: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each category.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    exactness: Annotated[str, typer.Option(help="fast, or strict: every bit must be the same.")] = "fast",
+    forward: Annotated[
+        str, typer.Option(help="auto, or torch: call the model's own forward where compiled loops know it.")
+    ] = "auto",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the sampling.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Least probability, as a part of the highest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1: none.")] = 1.0,
+    seeds: Annotated[str, typer.Option(help="Comma-separated; each prompt is sampled with each.")] = "0",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Decode prompts with drafts and without, and report every difference.
+
+    Exit status: 1 if tokens differ where they must not (float32, or --exactness strict, where every bit of the logits
+    must be the same too).
+    """
+    from reader_rag.bench.verify import verify as run
+    from reader_rag.config import GenerationConfig
+    from reader_rag.decode.engine import Engine
+
+    generation = GenerationConfig(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    numbers = _seeds(seeds)
+    engine = Engine.load(
+        model,
+        dtype=dtype,
+        device=device,
+        exactness=exactness,  # type: ignore[arg-type]
+        forward=forward,  # type: ignore[arg-type]
+        trust_remote_code=trust_remote_code,
+    )
+    outcome = run(engine, _prompts(engine, prompts, categories, limit), generation, numbers, progress())
+    if as_json:
+        typer.echo(json.dumps(outcome.to_dict(), indent=1))
+    else:
+        for line in lines(outcome):
+            typer.echo(line)
+    if not outcome.passed:
+        raise typer.Exit(1)
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        seeds = []
+    if not seeds:
+        raise ConfigError(f"--seeds takes numbers, comma-separated, not {text!r}")
+    return seeds
+
+
+def _prompts(engine: Engine, path: Path | None, categories: str, limit: int | None) -> list[tuple[str, Prompt]]:
+    from reader_rag.bench.inputs import read_prompts
+    from reader_rag.bench.own_prompts import own_prompts
+
+    wanted = [c for c in categories.split(",") if c]
+    if path is not None:
+        held = read_prompts(path, wanted, limit)
+    else:
+        held = [p for p in own_prompts(_OWN if limit is None else limit) if not wanted or p.category in wanted]
+        if not held:
+            raise ConfigError(f"--categories {categories}: without --prompts there are rag, summarization and chat")
+    has_template = bool(getattr(engine.tokenizer, "chat_template", None))
+    return [
+        (p.id, engine.encode_chat([{"role": "user", "content": p.text}]) if has_template else engine.encode(p.text))
+        for p in held
+    ]
+
+
+def lines(outcome: Verification) -> list[str]:
+    """A report of what was compared, what differed, and whether that is as promised."""
+    machine = outcome.machine
+    found = [
+        f"{machine['model']}, {machine['dtype']}, {machine['exactness']}, {machine['device']}",
+        f"{outcome.tokens} tokens of {outcome.answers} answers compared: {len(outcome.differences)} differ; "
+        f"{outcome.other_bits} positions whose logits differ in some bit",
+    ]
+    for held in outcome.differences[:_SHOWN]:
+        seed = "" if held.seed is None else f", seed {held.seed}"
+        found.append(
+            f"  {held.prompt}{seed}, token {held.position}: plain {held.plain!r}, drafted {held.reader!r}, "
+            f"margin {held.margin:.4g}"
+        )
+    if len(outcome.differences) > _SHOWN:
+        found.append(f"  and {len(outcome.differences) - _SHOWN} more (--json lists all)")
+    if outcome.plain_tokens and outcome.reader_tokens:
+        plain, reader = outcome.plain_tokens / outcome.plain_s, outcome.reader_tokens / outcome.reader_s
+        found.append(f"plain {plain:.1f} tokens/s, drafted {reader:.1f}: {reader / plain:.2f} times")
+    if outcome.passed and outcome.must_agree:
+        found.append("passed: the same " + ("tokens and the same bits" if outcome.strict else "tokens"))
+    elif outcome.passed:
+        found.append(f"{machine['dtype']} rounds, and --exactness fast allows for that; strict does not")
+    else:
+        found.append("FAILED: this must not happen; please report it with the command and this output")
+    return found

@@ -1,0 +1,208 @@
+"""`reader-rag verify`: what is compared, what is a failure, and what a person reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from costs_stub import EverythingPays
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from reader_rag.bench import verify as module
+from reader_rag.bench.verify import Difference, Verification, verify
+from reader_rag.bench.verify_command import lines
+from reader_rag.cli import app
+from reader_rag.config import GenerationConfig
+from reader_rag.decode import engine as engine_module
+from reader_rag.decode.engine import Engine
+from reader_rag.decode.types import Prompt
+from reader_rag.decode.walk import walk
+from reader_rag.draft import DraftTree
+
+SETTINGS = GenerationConfig(max_tokens=20)
+TEXTS = ("the cat and the dog and the cat and the", "in the of the and")
+
+
+@pytest.fixture
+def engine(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Engine:
+    made = Engine(tiny_model, tiny_tokenizer)
+    made.costs = EverythingPays()  # type: ignore[assignment]
+    return made
+
+
+@pytest.fixture
+def prompts(engine: Engine) -> list[tuple[str, Prompt]]:
+    return [(f"p{number}", engine.encode(text)) for number, text in enumerate(TEXTS)]
+
+
+def accepts_anything(
+    tree: DraftTree, target: Callable[[int], int], ends: Container[int] = ()
+) -> tuple[list[int], list[int]]:
+    """A wrong rule: the first drafted token is accepted whatever the target says."""
+    if not len(tree):
+        return walk(tree, target, ends)
+    target(-1)
+    return [0], [int(tree.tokens[0]), target(0)]
+
+
+def test_what_is_equal_passes(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
+    outcome = verify(engine, prompts, SETTINGS)
+    assert outcome.passed
+    assert outcome.must_agree
+    assert (outcome.answers, outcome.tokens, outcome.differences) == (2, 40, [])
+    assert outcome.plain_tokens == outcome.reader_tokens == 38
+
+
+def test_sampled_answers_are_compared_for_every_seed(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
+    said: list[str] = []
+    settings = replace(SETTINGS, temperature=0.8, top_p=0.9, repetition_penalty=1.1)
+    outcome = verify(engine, prompts, settings, seeds=[0, 1, 2], progress=said.append)
+    assert (outcome.passed, outcome.answers, outcome.tokens) == (True, 6, 120)
+    assert said[:2] == ["1/2 p0, seed 0", "1/2 p0, seed 1"]
+
+
+def test_a_wrong_rule_fails_and_shows_where(
+    engine: Engine, prompts: list[tuple[str, Prompt]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = [engine.generate(prompt, replace(SETTINGS, speculate=False)) for _, prompt in prompts]
+    monkeypatch.setattr(engine_module, "walk", accepts_anything)
+    drafted = [engine.generate(prompt, SETTINGS, tenant="verify") for _, prompt in prompts]
+    with engine.lock:
+        engine.learned.forget("verify")
+    outcome = verify(engine, prompts, SETTINGS)
+    assert not outcome.passed
+    assert [held.prompt for held in outcome.differences] == ["p0", "p1"]
+    for held, ours, reference in zip(outcome.differences, drafted, plain, strict=True):
+        at = held.position
+        assert ours.token_ids[:at] == reference.token_ids[:at]
+        assert held.plain == engine.tokenizer.decode([reference.token_ids[at]])
+        assert held.reader == engine.tokenizer.decode([ours.token_ids[at]])
+        assert held.margin > 0.0
+    # Tokens behind a difference stand behind other texts and are not compared.
+    assert outcome.tokens == sum(held.position + 1 for held in outcome.differences)
+    assert "FAILED" in lines(outcome)[-1]
+
+
+def test_margins_are_those_of_the_choice_with_its_noise(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
+    prompt = prompts[0][1]
+    greedy = engine.generate(prompt, replace(SETTINGS, record_margins=True))
+    outcome = Verification({"exactness": "fast", "dtype": "float32"})
+    answer = module._answer(engine, prompt, SETTINGS, outcome)
+    assert answer.margins[: len(greedy.margins)] == pytest.approx(list(greedy.margins), abs=1e-4)
+    drawn = module._answer(engine, prompt, replace(SETTINGS, temperature=2.0, seed=3), outcome)
+    assert drawn.margins[0] != pytest.approx(greedy.margins[0], abs=1e-4)
+
+
+def result(dtype: str = "float32", exactness: str = "fast", **fields: Any) -> Verification:
+    about = {"model": "m", "dtype": dtype, "exactness": exactness, "device": "d"}
+    return Verification(about, answers=2, tokens=100, **fields)
+
+
+DIFFERENCE = Difference("p0", 4, 17, " a", " b", 0.0123)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "passed"),
+    [
+        (result(), True),
+        (result(other_bits=9), True),
+        (result(differences=[DIFFERENCE]), False),
+        (result("bfloat16", differences=[DIFFERENCE], other_bits=9), True),
+        (result("bfloat16", "strict"), True),
+        (result("bfloat16", "strict", other_bits=1), False),
+        (result("float16", "strict", differences=[DIFFERENCE]), False),
+    ],
+)
+def test_tokens_must_agree_in_float32_and_bits_too_in_strict_mode(outcome: Verification, passed: bool) -> None:
+    assert outcome.passed is passed
+    assert outcome.to_dict()["passed"] is passed
+    assert ("FAILED" in lines(outcome)[-1]) is not passed
+
+
+def test_a_report_names_each_difference() -> None:
+    outcome = result("bfloat16", differences=[DIFFERENCE] * 22, other_bits=30, plain_s=2.0, plain_tokens=10)
+    outcome = replace(outcome, reader_s=1.0, reader_tokens=10)
+    text = lines(outcome)
+    assert text[1] == "100 tokens of 2 answers compared: 22 differ; 30 positions whose logits differ in some bit"
+    assert text[2] == "  p0, seed 4, token 17: plain ' a', drafted ' b', margin 0.0123"
+    assert text[22] == "  and 2 more (--json lists all)"
+    assert text[23] == "plain 5.0 tokens/s, drafted 10.0: 2.00 times"
+    assert text[24] == "bfloat16 rounds, and --exactness fast allows for that; strict does not"
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    held: Path = tmp_path_factory.mktemp("model")
+    tiny_model.save_pretrained(held)
+    tiny_tokenizer.save_pretrained(held)
+    return held
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+def test_the_command_reads_prompts_and_prints_one_json_object(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"q{number}", "category": "a", "turns": [text]} for number, text in enumerate(TEXTS)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--model", folder, "--prompts", file, "--max-tokens", 8, "--dtype", "float32", "--device", "cpu"]
+    done = run(*arguments, "--temperature", 0.7, "--seeds", "1,2", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["answers"], report["tokens"], report["passed"]) == (4, 32, True)
+    assert report["machine"]["dtype"] == "float32"
+
+
+def test_without_a_file_there_are_prompts_of_its_own(folder: Path) -> None:
+    done = run(
+        "--model", folder, "--categories", "chat", "--limit", 2, "--max-tokens", 4, "--dtype", "float32",
+        "--device", "cpu", "--exactness", "strict",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "8 tokens of 2 answers compared: 0 differ; 0 positions" in done.stdout
+    assert "passed: the same tokens and the same bits" in done.stdout
+
+
+def test_a_difference_is_exit_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs(*_: Any, **__: Any) -> Verification:
+        return result(differences=[DIFFERENCE])
+
+    monkeypatch.setattr(module, "verify", differs)
+    done = run("--model", folder, "--categories", "chat", "--limit", 1, "--device", "cpu")
+    assert done.exit_code == 1
+    assert "FAILED" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "one"], "--seeds takes numbers"),
+        (["--top-p", "0"], "top_p must be in"),
+        (["--temperature", "-1"], "temperature must be"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_model_is_loaded(arguments: list[str], message: str) -> None:
+    done = run("--model", "/no/such/model", *arguments)
+    assert done.exit_code != 0
+    assert message in done.output
+
+
+def test_an_unknown_category_is_refused(folder: Path) -> None:
+    done = run("--model", folder, "--categories", "songs", "--device", "cpu")
+    assert done.exit_code != 0
+    assert "there are rag, summarization and chat" in done.output
+
+
+def test_torch_is_told_apart_from_compiled_loops(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
+    assert engine.target.cpu is not None
+    assert verify(engine, prompts[:1], replace(SETTINGS, max_tokens=1)).machine["forward"] == "compiled"
+    assert torch.get_num_threads() == verify(engine, [], SETTINGS).machine["torch_threads"]
