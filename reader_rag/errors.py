@@ -1,12 +1,16 @@
 """One exception family. Every message says in one line what is wrong and what to do next.
 
 Catch `ReaderError` to handle everything this package raises on purpose; anything else that escapes is a bug
-(or comes from a library) and keeps its own traceback.
+(or comes from a library) and keeps its own traceback. What works, but otherwise than was asked, is a `ReaderWarning`.
 """
 
 
 class ReaderError(Exception):
     """Base of every error that reader_rag raises on purpose."""
+
+
+class ReaderWarning(UserWarning):
+    """Something works otherwise than was asked, or slower: a model without drafts, a setting that was changed."""
 
 
 class ConfigError(ReaderError, ValueError):
@@ -26,7 +30,7 @@ class ModelNotFoundError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model is of a kind whose drafts cannot be verified."""
+    """The model cannot be decoded here, or not as exactly as was asked."""
 
 
 class PromptError(ReaderError, ValueError):

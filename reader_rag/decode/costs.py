@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reader_rag.decode.step import Target
+from reader_rag.decode.step import AnyTarget
 from reader_rag.draft.tree import DraftTree
 
 _VERSION = 2
@@ -67,7 +67,7 @@ class StepCosts:
         self._plain_in_a_row = self._drafts = 0
 
     @classmethod
-    def measure(cls, target: Target, max_nodes: int) -> StepCosts:
+    def measure(cls, target: AnyTarget, max_nodes: int) -> StepCosts:
         """Time steps of the target, for two seconds or five steps, whichever is longer.
 
         The least time of a few rounds counts: on a shared machine the others tell of the neighbours.
@@ -221,7 +221,7 @@ class StepCosts:
         return costs if sound and held["key"] == key and costs.max_nodes >= max_nodes else None
 
 
-def remembered(target: Target, max_nodes: int, folder: Path) -> StepCosts:
+def remembered(target: AnyTarget, max_nodes: int, folder: Path) -> StepCosts:
     """The costs of a target: those of an earlier process on this device, or else measured now and remembered.
 
     Args:
@@ -240,7 +240,7 @@ def remembered(target: Target, max_nodes: int, folder: Path) -> StepCosts:
     return costs
 
 
-def _key(target: Target) -> dict[str, Any]:
+def _key(target: AnyTarget) -> dict[str, Any]:
     """What the cost of a step depends on."""
     device = target.device
     return {

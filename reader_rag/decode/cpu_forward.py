@@ -26,6 +26,8 @@ _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 """Models made of the layers below and nothing else."""
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Position encodings whose angles depend on nothing but the position."""
+_HOMES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+"""Where the classes of a model's parts come from. Another library's part may show the weights that it changes."""
 _STORED = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 """The type under which NumPy sees the weights of each type."""
 _SLOW_PRODUCTS = ("DEFAULT", "AVX2")
@@ -241,6 +243,7 @@ def _is_known(model: PreTrainedModel) -> bool:
         and getattr(config, "hidden_act", None) == "silu"
         and not getattr(config, "sliding_window", None)
         and rotation.get("rope_type", "default") in _ROTATIONS
+        and all(type(module).__module__.startswith(_HOMES) for module in model.modules())
         and not any(
             module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
             for module in model.modules()

@@ -20,23 +20,32 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
 from reader_rag.decode.best import best_tokens
-from reader_rag.decode.cache import TreeCache
 from reader_rag.decode.costs import StepCosts, remembered
+from reader_rag.decode.find_target import find_target
 from reader_rag.decode.learned import Learned, LearnedByTenant
 from reader_rag.decode.logprobs import token_logprobs
 from reader_rag.decode.processors import make_processors, private
 from reader_rag.decode.provenance import Provenance
 from reader_rag.decode.select import Processor, Selector, Verified, make_selector
-from reader_rag.decode.selftest import keeps_bits, verifies_trees
-from reader_rag.decode.step import FixedShape, Target
+from reader_rag.decode.step import AnyCache
 from reader_rag.decode.text import TextAssembler
-from reader_rag.decode.types import Chunk, CopiedSpan, FinishReason, Generation, Passage, Prompt, Stats, TokenLogprobs
+from reader_rag.decode.types import (
+    Chunk,
+    CopiedSpan,
+    Drafting,
+    FinishReason,
+    Generation,
+    Passage,
+    Prompt,
+    Stats,
+    TokenLogprobs,
+)
 from reader_rag.decode.walk import walk
 from reader_rag.draft.builder import TreeBuilder
 from reader_rag.draft.context import ContextIndex
 from reader_rag.draft.profile import Profile, fingerprint, profiles
 from reader_rag.draft.tree import SOURCES, SUCCESSOR, DraftTree
-from reader_rag.errors import ConfigError, PromptError, UnsupportedModelError
+from reader_rag.errors import ConfigError, PromptError
 from reader_rag.model_cache import cache_folder
 
 StoppingCriterion = Callable[[torch.Tensor, None], Any]
@@ -54,7 +63,8 @@ class Engine:
     every drafted answer equals.
 
     Args:
-        model: A causal language model of `transformers`, in eval mode.
+        model: A causal language model of `transformers`, in eval mode, with its adapters, if it has some. Small checks
+            find out what can be verified on it (`drafting`); see `find_target` for what they may change.
         tokenizer: Its tokenizer.
         draft: How drafts are made.
         exactness: "fast": every pass has the shape it needs; equal to plain decoding up to rounding, which in float32
@@ -65,8 +75,12 @@ class Engine:
             `forward`, which "torch" always calls.
         name: What messages and metadata call the model.
 
+    Attributes:
+        drafting: "tree"; "chain" where the model takes no tree mask; "none" where it keeps a state that cannot be
+            rewound and is decoded plainly. All give the model's own output; a `ReaderWarning` tells of the last two.
+
     Raises:
-        UnsupportedModelError: Drafts cannot be verified on this model, or not strictly on this device.
+        UnsupportedModelError: The model cannot be decoded rightly, or not strictly on this device.
     """
 
     def __init__(
@@ -88,7 +102,10 @@ class Engine:
         self.draft = draft or DraftConfig()
         self.exactness = exactness
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-        self.target = Target(model, FixedShape() if exactness == "strict" else None, forward)
+        # Loads the compiled loops here rather than in the first answer.
+        TreeBuilder(max_nodes=1).build(ContextIndex([0, 1, 0]))
+        self.target, found = find_target(model, name=self.name, exactness=exactness, forward=forward)
+        self.drafting: Drafting = found
         self.context_window = self.target.context_window or _UNKNOWN_WINDOW
         self.eos_ids = _eos_ids(model, tokenizer)
         self.lock = threading.Lock()
@@ -96,29 +113,6 @@ class Engine:
         """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""
         self.learned = LearnedByTenant(_profile(model, tokenizer))
         self._tokenizer_lock = threading.Lock()
-        self._self_test()
-
-    def _self_test(self) -> None:
-        # Loads the compiled loops here rather than in the first answer.
-        TreeBuilder(max_nodes=1).build(ContextIndex([0, 1, 0]))
-        try:
-            verifies = verifies_trees(self.target)
-            keeps = self.exactness == "fast" or (verifies and keeps_bits(self.target))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as cause:
-            raise UnsupportedModelError(
-                f"{self.name}: {type(self.model).__name__} fails on a tree mask, so drafts cannot be verified: {cause}"
-            ) from cause
-        if not verifies:
-            raise UnsupportedModelError(
-                f"{self.name}: the model ignores the tree mask or the position ids, so drafts cannot be verified on it"
-            )
-        if not keeps:
-            raise UnsupportedModelError(
-                f"{self.name} on {self.target.device}: kernels compute a row differently depending on its "
-                "neighbours, so exactness='strict' cannot be kept; use exactness='fast', or dtype='float32'"
-            )
 
     @classmethod
     def load(
@@ -436,7 +430,7 @@ class GenerationStream(Iterator[Chunk]):
 
     @property
     def _drafts(self) -> bool:
-        return self._generation.speculate and self._draft.max_nodes > 0
+        return self._generation.speculate and self._draft.max_nodes > 0 and self._engine.drafting != "none"
 
     def _make_draft(self, state: _State) -> DraftTree:
         """The best tree of the size that pays; empty where a plain step is faster."""
@@ -444,17 +438,20 @@ class GenerationStream(Iterator[Chunk]):
             return DraftTree.empty()
         # A step emits one token more than it accepts; a draft longer than that would be thrown away.
         depth = self._max_tokens - len(self._tokens) - 1
-        fixed = self._engine.target.fixed
-        if fixed is None:
-            costs = self._engine.costs
-            if costs is not None and costs.rests():
-                return state.builder.skip()
-            tree = state.builder.build(state.index, max_depth=depth)
-            if costs is None:
-                return tree
-            return tree.head(costs.best_size(tree, state.cache.length, state.builder.luck))
-        depth = min(depth, fixed.longest_chain(state.cache.length))
-        return state.builder.build(state.index, max_depth=depth).chain()
+        target, costs = self._engine.target, self._engine.costs
+        deepest = target.deepest(state.cache.length)
+        if deepest is not None:
+            depth = min(depth, deepest)
+        if target.fixed is not None:
+            return state.builder.build(state.index, max_depth=depth).chain()
+        if costs is not None and costs.rests():
+            return state.builder.skip()
+        tree = state.builder.build(state.index, max_depth=depth)
+        if self._engine.drafting == "chain":
+            tree = tree.chain()
+        if costs is None:
+            return tree
+        return tree.head(costs.best_size(tree, state.cache.length, state.builder.luck))
 
     def _emit(self, state: _State, tree: DraftTree, accepted: list[int], emitted: list[int]) -> None:
         """Take tokens one at a time, as plain decoding would, until one of them ends the answer."""
@@ -518,7 +515,7 @@ class _State:
         max_tokens: int,
         learned: Learned,
     ) -> None:
-        self.cache: TreeCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
+        self.cache: AnyCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
         self.index = ContextIndex(
             prompt.token_ids,
             max_occurrences=draft.max_occurrences,

@@ -11,6 +11,7 @@ from reader_rag.decode.engine import Engine
 from reader_rag.draft.profile import Profile, fingerprint
 from reader_rag.draft.successors import BEST
 from reader_rag.draft.tree import DraftTree
+from reader_rag.errors import UnsupportedModelError
 
 _AT_ONCE = 128
 """Tokens of a forward pass: all of them children of one root, so that a pass is a very flat draft tree."""
@@ -25,7 +26,12 @@ def make_profile(engine: Engine, progress: Callable[[int, int], None] = lambda d
 
     Returns:
         The profile, which `Profile.save` writes.
+
+    Raises:
+        UnsupportedModelError: The model verifies no trees, so that it could be asked about one token at a time only.
     """
+    if engine.drafting != "tree":
+        raise UnsupportedModelError(f"{engine.name} verifies no trees, so no profile of it can be made")
     vocabulary = engine.tokenizer.get_vocab()
     size = min(max(vocabulary.values()) + 1, int(engine.target.config.vocab_size))
     best = np.zeros((size, BEST), np.int32)

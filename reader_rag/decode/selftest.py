@@ -1,21 +1,28 @@
-"""Small checks, run when an engine is made, that this model on this device decodes drafts rightly."""
+"""Small checks, run when an engine is made, that this model on this device decodes rightly."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from reader_rag.decode.step import Target
+from reader_rag.decode.step import AnyTarget
 from reader_rag.draft.tree import DraftTree
 
 _PROMPT = 11
+_TEXTS = 3
+"""Texts that a model is tried on until it is right on one. In 16-bit types a near tie between two experts falls either
+way and changes all that follows; a position or a mask that is wrong is wrong on every text."""
+_CHAINS = (1, 2, 3, 7, 16, 40)
+"""Lengths of chains whose bits are compared."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 """Relative error of logits that rounding explains; a position or a mask that is wrong gives 0.5 and more."""
 
 
-def _tokens(target: Target, count: int) -> list[int]:
+def _tokens(target: AnyTarget, count: int, text: int = 0) -> list[int]:
     """Token ids spread over the vocabulary, the same every time."""
-    return [int(t) for t in np.random.default_rng(0).integers(0, target.config.vocab_size, count)]
+    return [int(t) for t in np.random.default_rng(text).integers(0, target.config.vocab_size, count)]
 
 
 def _forest(tokens: list[int]) -> DraftTree:
@@ -25,53 +32,100 @@ def _forest(tokens: list[int]) -> DraftTree:
     return DraftTree.of(tokens, parents, depths, np.full(6, 0.5))
 
 
-@torch.inference_mode()
-def verifies_trees(target: Target) -> bool:
+def verifies_trees(target: AnyTarget) -> bool:
     """Whether a tree's logits are those of plain text along each of its paths, and the commit keeps the right keys.
 
     Catches models that ignore position ids or a tree mask, whatever their class.
     """
-    tokens = _tokens(target, _PROMPT + 8)
-    prompt, root, last, tree = tokens[:_PROMPT], tokens[_PROMPT], tokens[-1], _forest(tokens[_PROMPT + 1 : -1])
+    # The second branch is the harder one to keep: its positions do not lie in a row.
+    return any(_verifies(target, text, _forest, [[0, 1, 3, 5], [0, 2, 4, 6]]) for text in range(_TEXTS))
+
+
+def verifies_chains(target: AnyTarget) -> bool:
+    """As `verifies_trees`, for a chain of which a part is accepted: what is not must leave no trace."""
+    return any(_verifies(target, text, DraftTree.from_chain, [[*range(7)], [0, 1, 2, 3]]) for text in range(_TEXTS))
+
+
+@torch.inference_mode()
+def _verifies(
+    target: AnyTarget, text: int, tree_of: Callable[[list[int]], DraftTree], paths: Sequence[Sequence[int]]
+) -> bool:
+    """Verify a tree of six tokens, keep the last of `paths`, and compare all with the model's own pass over text."""
+    tokens = _tokens(target, _PROMPT + 8, text)
+    prompt, root, last, tree = tokens[:_PROMPT], tokens[_PROMPT], tokens[-1], tree_of(tokens[_PROMPT + 1 : -1])
     cache = target.new_cache(_PROMPT + 5, len(tree))
     target.prefill(prompt, cache)
     rows = target.verify(root, tree, cache)
-    # The second branch is the harder one to keep: its positions do not lie in a row.
-    cache.keep([0, 2, 4, 6])
+    cache.keep(list(paths[-1]))
     after = target.verify(last, DraftTree.empty(), cache)
 
     got, expected = [], []
-    for path in ([0, 1, 3, 5], [0, 2, 4, 6]):
-        text = [*prompt, root, *(int(tree.tokens[row - 1]) for row in path[1:]), last]
-        whole = target.model(torch.tensor([text], device=target.device), use_cache=False).logits[0, _PROMPT:].float()
-        got.append(rows[path].float())
+    for path in paths:
+        whole = _logits(target, [*prompt, root, *(int(tree.tokens[row - 1]) for row in path[1:]), last])
+        got.append(rows[list(path)].float())
         expected.append(whole[:-1])
     got.append(after.float())
     expected.append(whole[-1:])
+    return _same(target, got, expected)
+
+
+@torch.inference_mode()
+def decodes_plainly(target: AnyTarget) -> bool:
+    """Whether steps over one token give the logits of the model's own pass over the whole text."""
+    return any(_decodes(target, text) for text in range(_TEXTS))
+
+
+def _decodes(target: AnyTarget, text: int) -> bool:
+    tokens = _tokens(target, _PROMPT + 6, text)
+    cache = target.new_cache(len(tokens), 0)
+    got = [target.prefill(tokens[:_PROMPT], cache).float()]
+    for token in tokens[_PROMPT:]:
+        got.append(target.verify(token, DraftTree.empty(), cache).float())
+        cache.keep([0])
+    return _same(target, got, [_logits(target, tokens, first=_PROMPT - 1)])
+
+
+def _logits(target: AnyTarget, tokens: list[int], first: int = _PROMPT) -> torch.Tensor:
+    """Of the model's own pass over a text, float32 [tokens from `first` on, vocabulary]."""
+    ids = torch.tensor([tokens], device=target.device)
+    logits: torch.Tensor = target.model(ids, use_cache=False).logits[0, first:]
+    return logits.float()
+
+
+def _same(target: AnyTarget, got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     error = (torch.cat(got) - torch.cat(expected)).norm() / torch.cat(expected).norm()
     return bool(error <= _TOLERANCE.get(target.model.dtype, 0.1))
 
 
-def keeps_bits(target: Target) -> bool:
+def keeps_bits(target: AnyTarget, *, branches: bool = True) -> bool:
     """Whether a draft's logits are bit for bit those of plain decoding.
 
     Some kernels compute a row differently depending on its neighbours; with those, `strict` cannot be kept. In fixed
-    shapes a chain is tried, since no tree is ever verified in them; without, a tree.
+    shapes a chain is tried, since no tree is ever verified in them; without, a tree, or chains of several lengths where
+    the model verifies no others.
+
+    Args:
+        target: The model.
+        branches: Whether trees are verified on it.
     """
-    tokens = _tokens(target, _PROMPT + 9)
+    tokens = _tokens(target, _PROMPT + 1 + max(_CHAINS))
     prompt, root, draft = tokens[:_PROMPT], tokens[_PROMPT], tokens[_PROMPT + 1 :]
-    if target.fixed is None:
-        tree, paths = _forest(draft[:6]), [[0, 1, 3, 5], [0, 2, 4, 6]]
-    else:
-        draft = draft[: target.fixed.width - 1]
-        tree, paths = DraftTree.from_chain(draft), [list(range(len(draft) + 1))]
-    drafted = target.new_cache(len(tokens), len(tree))
+    if target.fixed is not None:
+        return _keeps_bits(target, prompt, root, DraftTree.from_chain(draft[: target.fixed.width - 1]))
+    if branches:
+        return _keeps_bits(target, prompt, root, _forest(draft[:6]))
+    return all(_keeps_bits(target, prompt, root, DraftTree.from_chain(draft[:length])) for length in _CHAINS)
+
+
+def _keeps_bits(target: AnyTarget, prompt: list[int], root: int, tree: DraftTree) -> bool:
+    drafted = target.new_cache(len(prompt) + 1 + len(tree), len(tree))
     target.prefill(prompt, drafted)
     got = target.verify(root, tree, drafted)
-    for path in paths:
-        plain = target.new_cache(len(tokens), 0)
+    leaves = set(range(len(tree))) - set(tree.parents.tolist())
+    for leaf in sorted(leaves):
+        plain = target.new_cache(len(prompt) + 1 + len(tree), 0)
         target.prefill(prompt, plain)
-        for row in path:
+        for row in tree.paths[leaf + 1, : tree.depths[leaf] + 1].tolist():
             token = root if row == 0 else int(tree.tokens[row - 1])
             if not torch.equal(target.verify(token, DraftTree.empty(), plain)[0], got[row]):
                 return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,54 @@ PREFILL_CHUNK = 512
 
 SeenLogits = Callable[[int, torch.Tensor], None]
 """Takes the position of a chunk's first token, and logits [chunk, vocabulary]."""
+
+
+class AnyTarget(Protocol):
+    """A model as a function from tokens to logits: a `Target`, or a `PlainTarget` where nothing can be verified.
+
+    Caches are those of its own `new_cache`.
+    """
+
+    model: PreTrainedModel
+    config: Any
+    cpu: CpuForward | None
+    fixed: FixedShape | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs go."""
+
+    @property
+    def context_window(self) -> int | None:
+        """Most positions the model was made for, or None if its configuration does not say."""
+
+    def new_cache(self, positions: int, max_nodes: int) -> Any:
+        """See `Target.new_cache`."""
+
+    def prefill(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> torch.Tensor:
+        """See `Target.prefill`."""
+
+    def verify(self, root: int, tree: DraftTree, cache: Any) -> torch.Tensor:
+        """See `Target.verify`."""
+
+    def deepest(self, root: int) -> int | None:
+        """See `Target.deepest`."""
+
+
+class AnyCache(Protocol):
+    """What a target keeps of a text."""
+
+    @property
+    def length(self) -> int:
+        """Committed positions."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Commit those positions of the last forward pass."""
+
 
 _MASKED_BACKENDS = {"sdpa": torch.bool, "eager": None}
 """Attention backends that take a 4-D mask, and its dtype; None: the model's, added to the scores."""
@@ -62,6 +110,7 @@ class Target:
         model: A causal language model of `transformers`, in eval mode.
         fixed: Shapes to keep to; None lets every pass have the shape it needs.
         forward: "auto" computes models that `CpuForward` knows with it; "torch" always calls the model itself.
+        branches: False verifies chains alone, under the model's own causal mask.
 
     Attributes:
         cpu: The model in compiled loops, or None where its own `forward` is called.
@@ -71,26 +120,31 @@ class Target:
         UnsupportedModelError: The model keeps state that cannot be rewound, or its attention takes no tree mask.
     """
 
-    def __init__(self, model: PreTrainedModel, fixed: FixedShape | None = None, forward: Forward = "auto") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        fixed: FixedShape | None = None,
+        forward: Forward = "auto",
+        *,
+        branches: bool = True,
+    ) -> None:
         self.model = model
         self.cpu = CpuForward.of(model) if forward == "auto" else None
         self.fixed = None if self.cpu is not None else fixed
         self.config: Any = model.config.get_text_config(decoder=True)
         kind = getattr(self.config, "model_type", type(model).__name__)
-        if getattr(model, "_is_stateful", False) or not hasattr(self.config, "num_hidden_layers"):
-            raise UnsupportedModelError(
-                f"{kind} models keep a state that cannot be rewound, so drafts cannot be verified on them; "
-                "use a model whose layers are all attention"
-            )
-        backend = getattr(model.config, "_attn_implementation", "eager")
-        if backend not in _MASKED_BACKENDS:
-            raise UnsupportedModelError(
-                f"attention backend {backend!r} takes no tree mask; load the model with attn_implementation='sdpa'"
-            )
-        self._mask_dtype = _MASKED_BACKENDS[backend] or model.dtype
+        if keeps_state(model):
+            raise UnsupportedModelError(f"{kind} models keep a state that cannot be rewound")
+        self._branches = branches
+        if branches:
+            if not takes_masks(model):
+                raise UnsupportedModelError(f"the attention backend {attention_of(model)!r} takes no tree mask")
+            self._mask_dtype = _MASKED_BACKENDS[attention_of(model)] or model.dtype
+            self._kinds = _attention_kinds(self.config)
         parameters = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._kinds = _attention_kinds(self.config)
+        self._takes_positions = "position_ids" in parameters or branches
+        self._switch = _switch_of_rotation(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -100,10 +154,18 @@ class Target:
     @property
     def context_window(self) -> int | None:
         """Most positions the model was made for, or None if its configuration does not say."""
-        for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
-            value = getattr(self.config, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
+        return context_window(self.config)
+
+    def deepest(self, root: int) -> int | None:
+        """Longest path that may be drafted when the root stands at `root`; None: any.
+
+        Some rotary encodings turn by other angles from a position on, and a pass that reaches it does so for all its
+        rows. In fixed shapes, plain decoding must attend to all of a chain's positions in the same shape.
+        """
+        if self.fixed is not None:
+            return self.fixed.longest_chain(root)
+        if self._switch is not None and root < self._switch:
+            return self._switch - root - 1
         return None
 
     def new_cache(self, positions: int, max_nodes: int) -> TreeCache:
@@ -123,7 +185,8 @@ class Target:
             token_ids: [length], at least one token.
             cache: Extended by `length` positions.
             seen: Called for each chunk, with the logits after all its tokens. Not called where shapes are fixed: there
-                the logits of the last token are computed as they are without it.
+                the logits of the last token are computed as they are without it; nor where the text must be read at
+                once.
 
         Returns:
             Logits after the last token, [1, vocabulary].
@@ -132,14 +195,17 @@ class Target:
             return self._prefill_on_cpu(self.cpu, np.array(token_ids, np.int64), cache, seen)
         ids = torch.tensor([list(token_ids)], device=self.device)
         cache.show(None)
-        if self.fixed is not None:
+        # One pass over a text that reaches the switch turns all of it by the angles behind it, as a chunk does not.
+        at_once = self._switch is not None and cache.length < self._switch < cache.length + ids.shape[1]
+        if self.fixed is not None or at_once:
             seen = None
         kept = self._last_only if seen is None else {}
         logits = torch.empty(0)
-        for start in range(0, ids.shape[1], PREFILL_CHUNK):
-            chunk = ids[:, start : start + PREFILL_CHUNK]
-            positions = torch.arange(cache.length, cache.length + chunk.shape[1], device=self.device)[None]
-            logits = self.model(chunk, position_ids=positions, past_key_values=cache, use_cache=True, **kept).logits
+        size = ids.shape[1] if at_once else PREFILL_CHUNK
+        for start in range(0, ids.shape[1], size):
+            chunk = ids[:, start : start + size]
+            positions = np.arange(cache.length, cache.length + chunk.shape[1])
+            logits = self._forward(chunk, positions, cache, **kept)
             cache.keep(list(range(chunk.shape[1])))
             if seen is not None:
                 seen(start, logits[0])
@@ -166,7 +232,8 @@ class Target:
 
         Args:
             root: The last accepted token; its keys are not in the cache yet.
-            tree: Candidate continuations; with fixed shapes a chain no longer than `FixedShape.longest_chain`.
+            tree: Candidate continuations, no deeper than `deepest`; a chain where shapes are fixed or the model takes
+                no tree mask.
             cache: The committed text.
 
         Returns:
@@ -184,16 +251,19 @@ class Target:
             shown = self.fixed.shown(cache.length)
             cache.show(shown)
         mask = None
-        if rows > 1 or self.fixed is not None:
+        if self._branches and (rows > 1 or self.fixed is not None):
             mask = self._mask(visible, depths, cache.length, shown)
-        logits: torch.Tensor = self.model(
-            torch.from_numpy(tokens)[None].to(self.device),
-            attention_mask=mask,
-            position_ids=torch.from_numpy(depths + cache.length)[None].to(self.device),
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
-        return logits[0, :rows]
+        ids = torch.from_numpy(tokens)[None].to(self.device)
+        return self._forward(ids, depths + cache.length, cache, attention_mask=mask)[0, :rows]
+
+    def _forward(
+        self, ids: torch.Tensor, positions: NDArray[np.int64], cache: TreeCache, **inputs: Any
+    ) -> torch.Tensor:
+        """The model's own pass over tokens [1, rows] at positions [rows]; logits [1, rows or fewer, vocabulary]."""
+        if self._takes_positions:
+            inputs["position_ids"] = torch.from_numpy(positions)[None].to(self.device)
+        logits: torch.Tensor = self.model(ids, past_key_values=cache, use_cache=True, **inputs).logits
+        return logits
 
     def _verify_on_cpu(self, cpu: CpuForward, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
         tokens = np.concatenate([np.array([root], np.int64), tree.tokens])
@@ -250,26 +320,53 @@ def _padded(
     )
 
 
+def keeps_state(model: PreTrainedModel) -> bool:
+    """Whether the model says of itself that it keeps a state which cannot be rewound."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return bool(getattr(model, "_is_stateful", False)) or not hasattr(config, "num_hidden_layers")
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The name of the model's attention backend."""
+    return str(getattr(model.config, "_attn_implementation", "eager"))
+
+
+def takes_masks(model: PreTrainedModel) -> bool:
+    """Whether the model's attention backend takes a 4-D mask."""
+    return attention_of(model) in _MASKED_BACKENDS
+
+
+def context_window(config: Any) -> int | None:
+    """Most positions that a configuration names, or None."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _switch_of_rotation(config: Any) -> int | None:
+    """The position from which on "longrope" turns by other angles; None for other encodings."""
+    rotation: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = [rotation] if "rope_type" in rotation else [kind for kind in rotation.values() if isinstance(kind, dict)]
+    switches = [int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(switches, default=None)
+
+
 def _attention_kinds(config: Any) -> dict[str, int]:
     """The model's attention kinds and the span (window or chunk) of each, 0 for full attention.
 
     Raises:
-        UnsupportedModelError: A layer's kind has no tree mask (state-space, linear attention).
+        UnsupportedModelError: A layer's kind has no tree mask (state-space, linear attention, ...).
     """
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    if config.model_type == "gpt_neo":
-        layers = [f"{kind}_attention" for kind in config.attention_layers]  # its windows are no part of the mask
     spans = {
         "full_attention": 0,
-        "global_attention": 0,
         "sliding_attention": window,
         "chunked_attention": getattr(config, "attention_chunk_size", None),
     }
     for kind in layers:
         if spans.get(kind) is None:
-            raise UnsupportedModelError(
-                f"{config.model_type} models have layers of kind {kind!r}, on which drafts cannot be verified; "
-                "use a model whose layers are all attention"
-            )
+            raise UnsupportedModelError(f"{config.model_type} models have layers of kind {kind!r}")
     return {kind: int(spans[kind] or 0) for kind in dict.fromkeys(layers)}

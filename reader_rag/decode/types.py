@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
+from reader_rag.errors import PromptError
+
 FinishReason = Literal["stop", "length"]
+Drafting = Literal["tree", "chain", "none"]
+"""What a model lets verify: trees; chains only, where its attention takes no tree mask; nothing, where it keeps a state
+that cannot be rewound, so that it is decoded plainly."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,27 @@ class Prompt:
     token_ids: Sequence[int]
     text: str = ""
     offsets: Sequence[tuple[int, int]] | None = None
+
+    @classmethod
+    def unpadded(cls, input_ids: Any, attention_mask: Any) -> list[Prompt]:
+        """The prompts of a batch that a tokenizer padded, on either side.
+
+        Args:
+            input_ids: [batch, length] token ids: a tensor, an array or nested lists.
+            attention_mask: [batch, length], 0 where a token is padding.
+
+        Returns:
+            One prompt a row, without its padding; no texts.
+
+        Raises:
+            PromptError: The two differ in shape, or are no batch.
+        """
+        ids, mask = np.asarray(input_ids), np.asarray(attention_mask)
+        if ids.ndim != 2 or ids.shape != mask.shape:
+            raise PromptError(
+                f"a padded batch has ids and a mask of one shape [batch, length], not {ids.shape} and {mask.shape}"
+            )
+        return [cls(tuple(row[kept].tolist())) for row, kept in zip(ids, mask != 0, strict=True)]
 
 
 @dataclass(frozen=True)

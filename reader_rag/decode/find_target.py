@@ -1,0 +1,157 @@
+"""How a model can be decoded: found by trying, never by its name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from reader_rag.config import Exactness, Forward
+from reader_rag.decode.plain_target import PlainTarget
+from reader_rag.decode.selftest import decodes_plainly, keeps_bits, verifies_chains, verifies_trees
+from reader_rag.decode.step import AnyTarget, FixedShape, Target, attention_of, keeps_state, takes_masks
+from reader_rag.decode.types import Drafting
+from reader_rag.errors import ReaderWarning, UnsupportedModelError
+
+_NEIGHBOURS = "kernels compute a row differently depending on its neighbours"
+
+
+def find_target(
+    model: PreTrainedModel, *, name: str, exactness: Exactness = "fast", forward: Forward = "auto"
+) -> tuple[AnyTarget, Drafting]:
+    """The best way to decode a model that gives its own output: with trees, with chains, or plainly.
+
+    A model object is changed in two cases, and a `ReaderWarning` says so: an attention backend that takes no tree mask
+    becomes "sdpa", and for "strict" experts are multiplied one token at a time where that keeps the bits.
+
+    Args:
+        model: A causal language model of `transformers`, in eval mode, or a PEFT model around one.
+        name: What messages call it.
+        exactness: See `Engine`.
+        forward: See `Engine`.
+
+    Returns:
+        The target, and what it verifies.
+
+    Raises:
+        UnsupportedModelError: Not even plain decoding gives what the model gives for whole texts, "strict" cannot be
+            kept, or the model has prompts of its own (prefix or prompt tuning).
+    """
+    model = _inner(model, name)
+    if keeps_state(model):
+        kind = getattr(model.config, "model_type", type(model).__name__)
+        return _plain(model, name, f"{kind} models keep a state that cannot be rewound")
+    why = _make_masked(model, name)
+    if not why:
+        fixed = FixedShape() if exactness == "strict" else None
+        target, why = _tried(lambda: Target(model, fixed, forward), verifies_trees, "the tree mask or the positions")
+        if target is not None:
+            if exactness == "strict" and not keeps_bits(target):
+                _make_strict(target, name)
+            return target, "tree"
+    chains, why_not = _tried(lambda: Target(model, forward="torch", branches=False), verifies_chains, "a cache of ours")
+    if chains is None:
+        return _plain(model, name, f"{why}; and with chains, {why_not}")
+    if exactness == "strict" and not keeps_bits(chains, branches=False):
+        raise UnsupportedModelError(
+            f"{name} on {chains.device}: drafts have no fixed shape ({why}) and {_NEIGHBOURS}, so exactness='strict' "
+            "cannot be kept; use exactness='fast'"
+        )
+    _note(f"{name}: drafts have no branches, which makes answers slower and no different ({why})")
+    return chains, "chain"
+
+
+def _inner(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The model itself where an adapter library has put another around it; adapters stay in its layers."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or not hasattr(model, "get_base_model"):
+        return model
+    if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
+        raise UnsupportedModelError(
+            f"{name}: adapters that put tokens of their own before the prompt cannot be decoded here; use an adapter "
+            "of the weights (LoRA and its like)"
+        )
+    around: Any = model
+    inner: PreTrainedModel = around.get_base_model()
+    return inner
+
+
+def _tried(make: Callable[[], Target], check: Callable[[AnyTarget], bool], what: str) -> tuple[Target | None, str]:
+    """A target that passes its check, or None and the reason."""
+    try:
+        target = make()
+        return (target, "") if check(target) else (None, f"the model ignores {what}")
+    except torch.OutOfMemoryError:
+        raise
+    except UnsupportedModelError as reason:
+        return None, str(reason)
+    except Exception as cause:  # whatever a model raises that was not made for this
+        return None, f"the model fails on {what}: {_in_one_line(cause)}"
+
+
+def _plain(model: PreTrainedModel, name: str, why: str) -> tuple[AnyTarget, Drafting]:
+    target = PlainTarget(model)
+    try:
+        right = decodes_plainly(target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:
+        raise UnsupportedModelError(
+            f"{name}: {type(model).__name__} can be decoded neither with drafts ({why}) nor without: "
+            f"{_in_one_line(cause)}"
+        ) from cause
+    if not right:
+        raise UnsupportedModelError(
+            f"{name}: drafts cannot be verified on {type(model).__name__} ({why}), and one token at a time it gives "
+            "other logits than for a whole text"
+        )
+    _note(f"{name}: decoded without drafts, one token at a time ({why})")
+    return target, "none"
+
+
+def _make_masked(model: PreTrainedModel, name: str) -> str:
+    """Change an attention backend that takes no tree mask; "", or why that was not possible."""
+    if takes_masks(model):
+        return ""
+    before = attention_of(model)
+    why = f"the attention backend {before!r} takes no tree mask"
+    try:
+        model.set_attn_implementation("sdpa")
+    except (ValueError, ImportError, AttributeError) as cause:
+        return f"{why}, and 'sdpa' cannot be used: {_in_one_line(cause)}"
+    if not takes_masks(model):
+        return f"{why}, and it cannot be changed"
+    _note(f"{name}: {why}; the model's attention is now 'sdpa'")
+    return ""
+
+
+def _make_strict(target: Target, name: str) -> None:
+    """Change how experts are multiplied, if that makes the bits of a draft those of plain decoding.
+
+    Raises:
+        UnsupportedModelError: It does not, or there are none; the model is as it was.
+    """
+    model: Any = target.model
+    before = getattr(model.config, "_experts_implementation", None)
+    # Grouped by expert, a row's product depends on how many rows its expert got.
+    if before not in (None, "batched_mm") and model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+        if verifies_trees(target) and keeps_bits(target):
+            _note(f"{name}: for exactness='strict', the model's experts are now 'batched_mm' instead of {before!r}")
+            return
+        model.set_experts_implementation(before)
+    raise UnsupportedModelError(
+        f"{name} on {target.device}: {_NEIGHBOURS}, so exactness='strict' cannot be kept; use exactness='fast', or "
+        "dtype='float32'"
+    )
+
+
+def _in_one_line(cause: Exception) -> str:
+    return next(iter(str(cause).splitlines()), "") or type(cause).__name__
+
+
+def _note(message: str) -> None:
+    warnings.warn(message, ReaderWarning, stacklevel=4)
