@@ -6,7 +6,8 @@ On the CPU, models of a known shape are computed by `CpuForward` instead of thei
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -143,6 +144,10 @@ class Target:
             self._kinds = _attention_kinds(self.config)
         parameters = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        # What computes the states of all tokens, and what makes logits of them; some models do not name the first.
+        inner = (model.get_decoder(), model.base_model, getattr(model, "model", None))
+        self._decoder = next((part for part in inner if part is not None and part is not model), None)
+        self._head = model.get_output_embeddings()
         self._takes_positions = "position_ids" in parameters or branches
         self._switch = _switch_of_rotation(self.config)
 
@@ -184,9 +189,9 @@ class Target:
         Args:
             token_ids: [length], at least one token.
             cache: Extended by `length` positions.
-            seen: Called for each chunk, with the logits after all its tokens. Not called where shapes are fixed: there
-                the logits of the last token are computed as they are without it; nor where the text must be read at
-                once.
+            seen: Called for each chunk, with logits after all its tokens that rank the next ones right (a model may
+                scale or cap them still); not called on a model that gives no more than its last logits. The logits
+                returned are computed as they are without it, to the last bit.
 
         Returns:
             Logits after the last token, [1, vocabulary].
@@ -197,17 +202,18 @@ class Target:
         cache.show(None)
         # One pass over a text that reaches the switch turns all of it by the angles behind it, as a chunk does not.
         at_once = self._switch is not None and cache.length < self._switch < cache.length + ids.shape[1]
-        if self.fixed is not None or at_once:
-            seen = None
-        kept = self._last_only if seen is None else {}
         logits = torch.empty(0)
         size = ids.shape[1] if at_once else PREFILL_CHUNK
         for start in range(0, ids.shape[1], size):
             chunk = ids[:, start : start + size]
             positions = np.arange(cache.length, cache.length + chunk.shape[1])
-            logits = self._forward(chunk, positions, cache, **kept)
+            states: list[torch.Tensor] = []
+            with _outputs(self._decoder if seen is not None and self._last_only else None, states):
+                logits = self._forward(chunk, positions, cache, **self._last_only)
             cache.keep(list(range(chunk.shape[1])))
-            if seen is not None:
+            if seen is not None and states:
+                seen(start, self._head(states[0][0]))
+            elif seen is not None and not self._last_only:
                 seen(start, logits[0])
         return logits[0, -1:]
 
@@ -318,6 +324,19 @@ def _padded(
         np.concatenate([depths, np.zeros(width - rows, np.int64)]),
         wide,
     )
+
+
+@contextmanager
+def _outputs(module: torch.nn.Module | None, outputs: list[torch.Tensor]) -> Iterator[None]:
+    """Adds what `module` returns (the first of it) to `outputs` meanwhile."""
+    if module is None:
+        yield
+        return
+    hook = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output[0]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def keeps_state(model: PreTrainedModel) -> bool:
