@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from reader_rag.errors import ConfigError
 
@@ -119,7 +119,7 @@ def _schema_of(model: type) -> dict[str, Any]:
     if not issubclass(model, BaseModel):
         raise ConfigError(f"{model.__name__} is no Pydantic class; derive it from pydantic.BaseModel")
     try:
-        return cast("type[BaseModel]", model).model_json_schema(schema_generator=Closed)
+        return model.model_json_schema(schema_generator=Closed)
     except PydanticInvalidForJsonSchema as cause:
         raise ConfigError(f"{model.__name__} has no JSON schema: {cause.message}") from cause
 

@@ -1,7 +1,7 @@
 """Pydantic objects from `ReaderLLM`: LlamaIndex's structured predictions, held to the class's JSON schema.
 
 LlamaIndex asks a model in words for JSON and hopes for the best. `StructuredOutput` asks in the same words, so that the
-model knows what the fields mean, and has every token chosen under the schema's grammar, so that the answer always parses.
+model knows what the fields mean, and has every token chosen under the schema's grammar, so that the answer parses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse
 from llama_index.core.bridge.pydantic import BaseModel, ValidationError
-from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.events.llm import (
     LLMStructuredPredictEndEvent,
     LLMStructuredPredictInProgressEvent,
@@ -112,7 +112,7 @@ class StructuredOutput(_LLM):
         messages = self._structured_messages(output_cls, prompt, prompt_args)
         partial = _Partial(output_cls)
         # Closed with this generator: an answer that nobody reads on frees its cache.
-        with closing(self.stream_chat(messages, **_arguments(output_cls, llm_kwargs))) as responses:  # type: ignore[type-var]
+        with closing(self.stream_chat(messages, **_arguments(output_cls, llm_kwargs))) as responses:
             for response in responses:
                 yield partial.read(response)
         output = partial.whole()
@@ -134,7 +134,7 @@ class StructuredOutput(_LLM):
             messages = self._structured_messages(output_cls, prompt, prompt_args)
             partial = _Partial(output_cls)
             stream = await self.astream_chat(messages, **_arguments(output_cls, llm_kwargs))
-            async with aclosing(stream) as responses:  # type: ignore[type-var]
+            async with aclosing(stream) as responses:
                 async for response in responses:
                     yield partial.read(response)
             output = partial.whole()
@@ -191,7 +191,7 @@ def _arguments(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -
 
 
 def _object(output_cls: type[OutputT], response: ChatResponse) -> OutputT:
-    text = response.message.content or ""
+    text, name = response.message.content or "", output_cls.__name__
     cut = (response.raw or {}).get("finish_reason") == "length"
     try:
         output = output_cls.model_validate_json(text)
@@ -199,11 +199,7 @@ def _object(output_cls: type[OutputT], response: ChatResponse) -> OutputT:
         if error.errors()[0]["type"] != "json_invalid":
             raise  # whole, but the class asks for more than a schema can say
         remedy = "raise max_tokens" if cut else "a stop string ended it; take it out of stop"
-        raise IncompleteAnswerError(
-            f"the answer ended before its {output_cls.__name__} was complete; {remedy}"
-        ) from error
+        raise IncompleteAnswerError(f"the answer ended before its {name} was complete; {remedy}") from error
     if cut and text[-1:].isdigit():  # the only JSON that may go on where it is valid
-        raise IncompleteAnswerError(
-            f"the answer was cut off in a number of its {output_cls.__name__}; raise max_tokens"
-        )
+        raise IncompleteAnswerError(f"the answer was cut off in a number of its {name}; raise max_tokens")
     return output

@@ -32,6 +32,10 @@ _FORCED = 0.98
 # would be forced, and small models like to go on with spaces for ever.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+_BOUNDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
+_BOUNDS = _BOUNDS.astype(np.float32)
+"""float32 [256, 8]: what bounds the scores of eight tokens, by their bits; much faster than a mask of booleans."""
+
 
 def _llguidance() -> ModuleType:
     try:
@@ -88,7 +92,9 @@ class GrammarCompiler:
         matcher: LLMatcher = matchers(tokens, rules, log_level=0)
         if matcher.is_error():
             raise ConfigError(f"this {grammar.kind} grammar cannot be followed: {_reason(matcher.get_error())}")
-        return GrammarState(matcher, tokens.vocab_size, self._vocabulary_size, self._eos_ids)
+        own = self._tokenizer.eos_token_id
+        end = own if own in self._eos_ids else min(self._eos_ids)
+        return GrammarState(matcher, tokens.vocab_size, self._vocabulary_size, self._eos_ids, end)
 
     def _tokens(self) -> LLTokenizer:
         with self._lock:
@@ -121,16 +127,22 @@ class GrammarState:
         matched_size: Size of its vocabulary.
         vocabulary_size: Width of the model's logits.
         eos_ids: Every token that ends an answer.
+        end: The one of them that is drafted where nothing else may follow.
     """
 
-    def __init__(self, matcher: LLMatcher, matched_size: int, vocabulary_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, matched_size: int, vocabulary_size: int, eos_ids: frozenset[int], end: int
+    ) -> None:
         self._matcher = matcher
         self._vocabulary_size = vocabulary_size
         self._eos_ids = eos_ids
-        self._end = min((token for token in eos_ids if token < vocabulary_size), default=None)
+        self._end = end
         self._ended = False
+        # One bit a token, and those that are one of the model's.
         self._bits = np.zeros((matched_size + 31) // 32, np.uint32)
+        self._within = np.packbits(np.arange(self._bits.size * 32) < vocabulary_size, bitorder="little").view(np.uint32)
         self._address = self._bits.ctypes.data
+        self._bounds = torch.from_numpy(_BOUNDS)
 
     @property
     def finished(self) -> bool:
@@ -185,11 +197,15 @@ class GrammarState:
             raise ValueError(f"scores must be [{size}], not {list(scores.shape)}")
         self._matcher.unsafe_compute_mask_ptr(self._address, self._bits.nbytes)
         self._check()
-        forbidden = np.unpackbits(~self._bits.view(np.uint8), count=size, bitorder="little").view(np.bool_)
+        self._bits &= self._within
         # A matcher that sees no way on stops, and a stopped one allows the end, complete or not.
-        if forbidden.all() or (self._matcher.is_stopped() and not self._ended and not self._may_end()):
+        if not self._bits.any() or (self._matcher.is_stopped() and not self._ended and not self._may_end()):
             raise GrammarError("no token of the model continues the answer as its grammar wants; change the grammar")
-        return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
+        if self._bounds.device != scores.device:
+            self._bounds = self._bounds.to(scores.device)
+        # The smaller one, not the sum: an infinite score of a forbidden token stays forbidden.
+        octets = torch.from_numpy(self._bits.view(np.uint8)).to(scores.device).int()
+        return torch.minimum(scores, self._bounds.index_select(0, octets).view(-1)[:size])
 
     def shape(self, tree: DraftTree, max_nodes: int, max_depth: int | None = None) -> DraftTree:
         """Fit a draft to the grammar: without what it forbids, and with what it forces.
@@ -231,7 +247,7 @@ class _Walk:
         matcher: At the tree's root; changed.
         tree: The draft.
         eos_ids: Every token that ends an answer.
-        end: The one of them that is drafted where nothing else may follow; None: none.
+        end: The one of them that is drafted where nothing else may follow.
         vocabulary_size: Width of the model's logits.
         deepest: Longest path of the result.
     """
@@ -241,7 +257,7 @@ class _Walk:
         matcher: LLMatcher,
         tree: DraftTree,
         eos_ids: frozenset[int],
-        end: int | None,
+        end: int,
         vocabulary_size: int,
         deepest: int,
     ) -> None:
@@ -295,7 +311,7 @@ class _Walk:
         """Open the children of a node at which the matcher is; `parent` is its place among those found."""
         if not forced:
             forced = self._matcher.compute_ff_tokens()[: self._deepest - depth]
-            if not forced and self._end is not None and self._matcher.is_stopped():
+            if not forced and self._matcher.is_stopped():
                 forced = [self._end]
         first = forced[0] if forced else -1
         same = -2
