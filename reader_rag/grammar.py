@@ -49,7 +49,7 @@ class Grammar:
         """Answers that are JSON and match a schema.
 
         The JSON is written as `json.dumps` does, in one line with a space after `,` and `:`, and properties come in the
-        schema's order. `"x-guidance": {"whitespace_flexible": true}` in the schema allows any white space.
+        schema's order. Another style is asked for in the schema; see `docs/grammar.md`.
 
         Args:
             schema: A JSON schema as text or mapping, or a Pydantic class. Objects of a class have its fields only,

@@ -1,8 +1,8 @@
 """Holds an answer to a grammar: which tokens may come next, and which drafts are worth verifying.
 
-llguidance follows the grammar byte by byte, so any spelling of an allowed text in tokens is allowed. The answer is
-constrained by `GrammarState.mask` alone, at every token, drafted or not; `GrammarState.shape` only keeps the forward
-pass from checking what the mask would refuse.
+llguidance follows the grammar byte by byte, so an allowed text may be spelled in any tokens; only where the grammar
+leaves one text, the mask allows its usual spelling alone. The answer is constrained by `GrammarState.mask`, at every
+token, drafted or not; `GrammarState.shape` only keeps the forward pass from checking what the mask would refuse.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from reader_rag.grammar import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-_FORCED = 0.98
-"""Probability of a forced token given those before it: the text is certain, its spelling in tokens nearly so."""
 
 # As `json.dumps` writes, and so most of the JSON that models were trained on. Were any white space allowed, little
 # would be forced, and small models like to go on with spaces for ever.
@@ -168,7 +165,7 @@ class GrammarState:
         length = next((at for at, token in enumerate(tokens) if token in self._eos_ids), len(tokens))
         followed = 0 if self._ended else self._matcher.try_consume_tokens(tokens[:length])
         self._check()
-        if followed == length < len(tokens) and self._may_end():
+        if followed == length < len(tokens) and not self._ended and self._may_end():
             if not self._matcher.is_stopped():
                 self._matcher.try_consume_tokens([tokens[length]])
                 self._check()
@@ -210,8 +207,8 @@ class GrammarState:
     def shape(self, tree: DraftTree, max_nodes: int, max_depth: int | None = None) -> DraftTree:
         """Fit a draft to the grammar: without what it forbids, and with what it forces.
 
-        What is forced is a text, and the nodes are its tokens as the tokenizer spells it; the model may spell it in
-        others. Nodes below a forced one gain as much probability as it does. The state stays as it is.
+        A forced token, the only one that the mask will allow, is as probable as its parent, and drafted nodes below it
+        gain accordingly. The state stays as it is.
 
         Args:
             tree: The draft behind the tokens followed so far.
@@ -289,11 +286,9 @@ class _Walk:
                 matcher.rollback(consumed - depth + 1)
                 consumed = depth - 1
             ends = token in self._eos_ids
-            if ends:
-                allowed = matcher.is_accepting()
-            else:
-                allowed = token < self._vocabulary_size and matcher.try_consume_tokens([token]) == 1
-            if not allowed:
+            if token >= self._vocabulary_size:
+                continue
+            if not (matcher.is_accepting() if ends else matcher.try_consume_tokens([token])):
                 if matcher.is_error():
                     break
                 continue
@@ -313,20 +308,16 @@ class _Walk:
             forced = self._matcher.compute_ff_tokens()[: self._deepest - depth]
             if not forced and self._matcher.is_stopped():
                 forced = [self._end]
-        first = forced[0] if forced else -1
-        same = -2
-        for child in reversed(self._children[drafted]):
-            if self._tokens[child] == first:
-                same = child
-            else:
-                path = min(self._paths[child] * ratio, probability)
-                self._open.append((self._tokens[child], parent, depth + 1, path, ratio, child, []))
         if forced:
-            path = probability * _FORCED
-            if same >= 0:
-                path = max(path, min(self._paths[same] * ratio, probability))
-                ratio = path / self._paths[same]
-            self._open.append((first, parent, depth + 1, path, ratio, same, forced[1:]))
+            drafts = (child for child in self._children[drafted] if self._tokens[child] == forced[0])
+            same = next(drafts, -2)
+            # As probable as its parent, and what is below it accordingly.
+            ratio = probability / self._paths[same] if same >= 0 else 1.0
+            self._open.append((forced[0], parent, depth + 1, probability, ratio, same, forced[1:]))
+            return
+        for child in reversed(self._children[drafted]):
+            path = min(self._paths[child] * ratio, probability)
+            self._open.append((self._tokens[child], parent, depth + 1, path, ratio, child, []))
 
     def _assemble(
         self, found: list[tuple[int, int, int, int]], probabilities: list[float], max_nodes: int
