@@ -27,7 +27,7 @@ class Grammar:
         text: The schema as JSON, the pattern, or the rules.
 
     Example:
-        >>> llm.complete("Is water wet?", grammar=Grammar.regex("yes|no"))
+        >>> llm.complete("Is water wet?", grammar=Grammar.regex("Yes|No"))
 
     Raises:
         ConfigError: The kind is unknown, or the text empty.

@@ -41,7 +41,7 @@ class _InWords(PydanticOutputParser):  # type: ignore[type-arg]
     """The schema for the model to read. Braces stay single: the prompt is formatted already."""
 
     def format(self, query: str) -> str:
-        return f"{query}\n\n{self.get_format_string(escape_json=False)}"
+        return f"{query}\n{self.get_format_string(escape_json=False)}"
 
 
 class StructuredOutput(_LLM):
@@ -72,8 +72,9 @@ class StructuredOutput(_LLM):
             pydantic.ValidationError: The class asks for more than its schema says, and the answer does not meet it.
         """
         _dispatcher.event(_started(output_cls, prompt, prompt_args))
+        arguments = _arguments(output_cls, llm_kwargs)
         messages = self._structured_messages(output_cls, prompt, prompt_args)
-        output = _object(output_cls, self.chat(messages, **_arguments(output_cls, llm_kwargs)))
+        output = _object(output_cls, self.chat(messages, **arguments))
         _dispatcher.event(LLMStructuredPredictEndEvent(output=output))
         return output
 
@@ -87,8 +88,9 @@ class StructuredOutput(_LLM):
     ) -> OutputT:
         """Answer a prompt with an object of a Pydantic class; see `structured_predict`."""
         _dispatcher.event(_started(output_cls, prompt, prompt_args))
+        arguments = _arguments(output_cls, llm_kwargs)
         messages = self._structured_messages(output_cls, prompt, prompt_args)
-        output = _object(output_cls, await self.achat(messages, **_arguments(output_cls, llm_kwargs)))
+        output = _object(output_cls, await self.achat(messages, **arguments))
         _dispatcher.event(LLMStructuredPredictEndEvent(output=output))
         return output
 
@@ -109,10 +111,11 @@ class StructuredOutput(_LLM):
             them optional, until it is valid. The last one is the whole object.
         """
         _dispatcher.event(_started(output_cls, prompt, prompt_args))
+        arguments = _arguments(output_cls, llm_kwargs)
         messages = self._structured_messages(output_cls, prompt, prompt_args)
         partial = _Partial(output_cls)
         # Closed with this generator: an answer that nobody reads on frees its cache.
-        with closing(self.stream_chat(messages, **_arguments(output_cls, llm_kwargs))) as responses:
+        with closing(self.stream_chat(messages, **arguments)) as responses:
             for response in responses:
                 yield partial.read(response)
         output = partial.whole()
@@ -131,9 +134,10 @@ class StructuredOutput(_LLM):
 
         async def objects() -> AsyncGenerator[Any, None]:
             _dispatcher.event(_started(output_cls, prompt, prompt_args))
+            arguments = _arguments(output_cls, llm_kwargs)
             messages = self._structured_messages(output_cls, prompt, prompt_args)
             partial = _Partial(output_cls)
-            stream = await self.astream_chat(messages, **_arguments(output_cls, llm_kwargs))
+            stream = await self.astream_chat(messages, **arguments)
             async with aclosing(stream) as responses:
                 async for response in responses:
                     yield partial.read(response)
