@@ -155,7 +155,7 @@ class GrammarState:
         """Go on behind tokens that were emitted.
 
         Args:
-            tokens: Token ids, in their order; an end-of-sequence token is the last.
+            tokens: Token ids, in their order; behind the end of the answer only end-of-sequence tokens.
 
         Raises:
             GrammarError: The grammar does not allow one of them here, or is too costly to follow. The state is then
@@ -165,12 +165,13 @@ class GrammarState:
         length = next((at for at, token in enumerate(tokens) if token in self._eos_ids), len(tokens))
         followed = 0 if self._ended else self._matcher.try_consume_tokens(tokens[:length])
         self._check()
-        if followed == length < len(tokens) and not self._ended and self._may_end():
+        if followed == length < len(tokens) and (self._ended or self._may_end()):
             if not self._matcher.is_stopped():
                 self._matcher.try_consume_tokens([tokens[length]])
                 self._check()
             self._ended = True
-            followed += 1
+            # A draft may end twice; `mask` allows it, so it is followed.
+            followed = next((at for at in range(length, len(tokens)) if tokens[at] not in self._eos_ids), len(tokens))
         if followed < len(tokens):
             raise GrammarError(
                 f"the grammar does not allow token {tokens[followed]} here; choose tokens from masked scores only"

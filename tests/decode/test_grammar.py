@@ -336,14 +336,17 @@ class TestFollow:
             compiler.compile(LANGUAGE).follow([*tiny_tokenizer.encode("the an"), eos])
 
     @pytest.mark.parametrize("word", ["4", "42"])
-    def test_so_is_anything_behind_the_end(
-        self, compiler: GrammarCompiler, tiny_tokenizer: Any, eos: int, word: str
+    def test_so_is_text_behind_the_end(
+        self, compiler: GrammarCompiler, tiny_tokenizer: Any, size: int, eos: int, word: str
     ) -> None:
         state = compiler.compile(Grammar.regex("42?"))
         state.follow([*tiny_tokenizer.encode(word), eos])
-        for more in ([eos], tiny_tokenizer.encode("2")):
-            with pytest.raises(GrammarError, match=f"does not allow token {more[0]} here"):
-                state.follow(more)
+        state.follow([eos, eos])  # which the mask allows
+        assert state.finished
+        assert allowed(state, size) == {eos}
+        (two,) = tiny_tokenizer.encode("2")
+        with pytest.raises(GrammarError, match=f"does not allow token {two} here"):
+            state.follow([eos, two])
 
     def test_nothing_is_followed_to_nowhere(self, compiler: GrammarCompiler, size: int) -> None:
         state = compiler.compile(LANGUAGE)
