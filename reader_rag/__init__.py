@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from reader_rag.config import DraftConfig, GenerationConfig
     from reader_rag.decode.engine import Engine
     from reader_rag.errors import ReaderError
+    from reader_rag.grammar import Grammar
     from reader_rag.llm import ReaderLLM
     from reader_rag.rag.embedding import LocalEmbedding
     from reader_rag.rag.engines import make_chat_engine, make_query_engine
@@ -25,6 +26,7 @@ __all__ = [
     "Engine",
     "FaissStore",
     "GenerationConfig",
+    "Grammar",
     "LocalEmbedding",
     "ReaderError",
     "ReaderLLM",
@@ -39,6 +41,7 @@ _MODULES = {
     "Engine": "reader_rag.decode.engine",
     "FaissStore": "reader_rag.rag.vector_store",
     "GenerationConfig": "reader_rag.config",
+    "Grammar": "reader_rag.grammar",
     "LocalEmbedding": "reader_rag.rag.embedding",
     "ReaderError": "reader_rag.errors",
     "ReaderLLM": "reader_rag.llm",

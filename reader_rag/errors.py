@@ -37,6 +37,14 @@ class PromptError(ReaderError, ValueError):
     """A prompt that cannot be answered: empty, or longer than the model's context."""
 
 
+class GrammarError(ReaderError):
+    """An answer cannot be held to its grammar any further."""
+
+
+class IncompleteAnswerError(ReaderError):
+    """An answer was cut off before it was a whole object of the class that was asked for."""
+
+
 class StoreError(ReaderError):
     """A document store cannot be read or written."""
 

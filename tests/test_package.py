@@ -14,7 +14,17 @@ import pytest
 
 import reader_rag
 
-HEAVY = ("torch", "transformers", "numba", "faiss", "llama_index", "sentence_transformers", "gguf", "typer")
+HEAVY = (
+    "torch",
+    "transformers",
+    "numba",
+    "faiss",
+    "llama_index",
+    "sentence_transformers",
+    "gguf",
+    "typer",
+    "llguidance",
+)
 
 
 def _run(code: str) -> str:
@@ -30,7 +40,10 @@ def _loaded_by(statement: str) -> set[str]:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    assert _loaded_by("import reader_rag, reader_rag.config, reader_rag.errors, reader_rag.models") == set()
+    assert (
+        _loaded_by("import reader_rag, reader_rag.config, reader_rag.errors, reader_rag.grammar, reader_rag.models")
+        == set()
+    )
     assert _loaded_by("import reader_rag; dir(reader_rag); reader_rag.GenerationConfig()") == set()
 
 
@@ -39,7 +52,11 @@ def test_drafting_needs_no_torch_and_no_llama_index() -> None:
 
 
 def test_decoding_needs_neither_llama_index_nor_faiss() -> None:
-    assert _loaded_by("import reader_rag.decode.engine") <= {"numba", "torch", "transformers"}
+    assert _loaded_by("import reader_rag.decode.engine, reader_rag.decode.grammar") <= {
+        "numba",
+        "torch",
+        "transformers",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""What an answer may look like: a JSON schema, a regular expression or a context-free grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from reader_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+GrammarKind = Literal["json_schema", "regex", "lark"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A language that answers are held to; made by `json_schema`, `regex` or `lark`.
+
+    Equal grammars are equal and hash alike. Whether a grammar can be followed is found when it is compiled for a model,
+    before anything is generated.
+
+    Attributes:
+        kind: The language of `text`.
+        text: The schema as JSON, the pattern, or the rules.
+
+    Example:
+        >>> llm.complete("Is water wet?", grammar=Grammar.regex("Yes|No"))
+
+    Raises:
+        ConfigError: The kind is unknown, or the text empty.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise ConfigError(f"kind must be one of {', '.join(get_args(GrammarKind))}, not {self.kind!r}")
+        if not isinstance(self.text, str) or not self.text.strip():
+            raise ConfigError(
+                f"the text of a {self.kind} grammar must be a string that is not empty, not {self.text!r}"
+            )
+
+    @classmethod
+    def json_schema(cls, schema: str | Mapping[str, Any] | type[BaseModel]) -> Grammar:
+        """Answers that are JSON and match a schema.
+
+        The JSON is written as `json.dumps` does, in one line with a space after `,` and `:`, and properties come in the
+        schema's order. Another style is asked for in the schema; see `docs/grammar.md`.
+
+        Args:
+            schema: A JSON schema as text or mapping, or a Pydantic class. Objects of a class have its fields only,
+                unless it says `extra="allow"`.
+
+        Raises:
+            ConfigError: This is not a JSON schema.
+        """
+        if isinstance(schema, type):
+            schema = _schema_of(schema)
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
+            text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as cause:
+            raise ConfigError(f"the schema is not JSON: {cause}") from cause
+        if not isinstance(parsed, dict):
+            raise ConfigError(f"a JSON schema is an object, not {text[:40]}")
+        return cls("json_schema", text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Answers that match a regular expression as a whole.
+
+        Args:
+            pattern: In Rust's syntax: Python's without look-around and back references. No anchors.
+
+        Raises:
+            ConfigError: The pattern is empty.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Answers of a context-free grammar.
+
+        Args:
+            text: Rules in Lark's syntax, the first of them called `start`.
+
+        Raises:
+            ConfigError: The text is empty.
+        """
+        return cls("lark", text)
+
+
+def _schema_of(model: type) -> dict[str, Any]:
+    """The schema of a Pydantic class, with all objects closed, so that no field is made up and names can be forced."""
+    from pydantic import BaseModel
+    from pydantic.errors import PydanticInvalidForJsonSchema
+    from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+    from pydantic_core import core_schema
+
+    class Closed(GenerateJsonSchema):
+        def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+            return _closed(super().model_schema(schema))
+
+        def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
+            return _closed(super().dataclass_schema(schema))
+
+        def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
+            return _closed(super().typed_dict_schema(schema))
+
+        def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> JsonSchemaValue:
+            # The tag says which one it is: no value matches two, which "oneOf" would have to prove.
+            union = super().tagged_union_schema(schema)
+            return {"anyOf": union["oneOf"]} if "oneOf" in union else union
+
+    if not issubclass(model, BaseModel):
+        raise ConfigError(f"{model.__name__} is no Pydantic class; derive it from pydantic.BaseModel")
+    try:
+        return model.model_json_schema(schema_generator=Closed)
+    except PydanticInvalidForJsonSchema as cause:
+        raise ConfigError(f"{model.__name__} has no JSON schema: {cause.message}") from cause
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    if "properties" in schema:
+        schema.setdefault("additionalProperties", False)
+    return schema
