@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reader_rag.errors import ConfigError
+from reader_rag.grammar import Grammar
 
 Exactness = Literal["fast", "strict"]
 Forward = Literal["auto", "torch"]
@@ -79,6 +80,7 @@ class GenerationConfig:
         min_tokens: The answer does not end with an end-of-sequence token before it has so many tokens.
         bad_words: Texts that never come, at the beginning of a word.
         suppress_tokens: Token ids that never come.
+        grammar: What the answer must look like; see docs/grammar.md.
         ignore_eos: Go on after the end-of-sequence token (for benchmarks).
         speculate: False decodes plainly: the same engine, no drafts.
         logprobs: Report the log-probability of every token and of so many most probable ones; None: do not.
@@ -101,6 +103,7 @@ class GenerationConfig:
     min_tokens: int = 0
     bad_words: tuple[str, ...] = ()
     suppress_tokens: tuple[int, ...] = ()
+    grammar: Grammar | None = None
     ignore_eos: bool = False
     speculate: bool = True
     logprobs: int | None = None
@@ -140,6 +143,14 @@ class GenerationConfig:
         _require(
             all(isinstance(token, int) and token >= 0 for token in self.suppress_tokens),
             f"suppress_tokens must be token ids, not {self.suppress_tokens}",
+        )
+        _require(
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            f"grammar must be a Grammar, e.g. Grammar.json_schema(...), not {type(self.grammar).__name__}",
+        )
+        _require(
+            self.grammar is None or not self.ignore_eos,
+            "ignore_eos goes on behind the end that a grammar sets; give one of them only",
         )
         _require(
             self.logprobs is None or 0 <= self.logprobs <= _MOST_LOGPROBS,

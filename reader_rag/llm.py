@@ -32,9 +32,11 @@ from llama_index.core.schema import BaseNode, NodeWithScore
 from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
 from reader_rag.decode.types import Chunk, Generation, Passage, Prompt, TokenLogprobs
 from reader_rag.errors import ConfigError, PromptError
+from reader_rag.grammar import Grammar
 from reader_rag.hooks import ContextHooks, passages_from
 from reader_rag.llm_messages import join_system, template_message
 from reader_rag.models import DEFAULT_MODEL
+from reader_rag.structured import StructuredOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +86,7 @@ class _CallArguments(BaseModel):
     stop: str | list[str] | tuple[str, ...] | None = None
     include_stop: bool | None = None
     logprobs: int | None = None
+    grammar: Grammar | None = None
     logits_processor: list[Any] | None = None
     stopping_criteria: list[Any] | None = None
     speculate: bool | None = None
@@ -103,7 +106,7 @@ class _Call:
     stopping_criteria: Sequence[StoppingCriterion] = ()
 
 
-class ReaderLLM(ContextHooks, CustomLLM):
+class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     """A local LLM whose drafts are copied from prompt and passages and verified by the model itself.
 
     One engine serves any number of calls from threads and event loops; each engine step belongs to one call, so
@@ -268,7 +271,7 @@ class ReaderLLM(ContextHooks, CustomLLM):
             kwargs: For this call: `max_nodes`, `tenant`, and what `GenerationConfig` and `Engine.stream` take:
                 `max_tokens, temperature, top_p, top_k, min_p, typical_p, seed, repetition_penalty, presence_penalty,
                 frequency_penalty, no_repeat_ngram, min_tokens, bad_words, suppress_tokens, stop, include_stop,
-                logprobs, logits_processor, stopping_criteria, speculate`.
+                logprobs, grammar, logits_processor, stopping_criteria, speculate`.
 
         Returns:
             The answer; usage in `raw["usage"]`, draft metrics and copied spans in `additional_kwargs`.
@@ -378,6 +381,7 @@ class ReaderLLM(ContextHooks, CustomLLM):
         stop = own.get("stop", self.stop)
         settings = {name: getattr(self, name) for name in _SETTINGS} | {n: own[n] for n in _SETTINGS & own.keys()}
         settings |= {name: own[name] for name in _ONLY_OF_A_CALL & own.keys()}
+        settings["grammar"] = arguments.grammar
         settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         generation = GenerationConfig(**settings, speculate=self._speculates(arguments))
         draft = replace(self._draft, max_nodes=own.get("max_nodes", self.max_nodes))

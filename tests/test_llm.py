@@ -20,6 +20,7 @@ from scripted_engine import NO_SYSTEM_TEMPLATE, ScriptedEngine, backwards, make_
 from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode.types import Passage
 from reader_rag.errors import ConfigError, PromptError
+from reader_rag.grammar import Grammar
 from reader_rag.llm import ReaderLLM
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class TestSettings:
             "suppress_tokens": (4,),
             "include_stop": True,
             "logprobs": 5,
+            "grammar": Grammar.regex("a|b"),
         }
 
         def bias(ids: Any, scores: Any) -> Any:

@@ -22,6 +22,7 @@ from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
 from reader_rag.decode.best import best_tokens
 from reader_rag.decode.costs import StepCosts, remembered
 from reader_rag.decode.find_target import find_target
+from reader_rag.decode.grammar import Constraint, GrammarCompiler
 from reader_rag.decode.learned import Learned, LearnedByTenant
 from reader_rag.decode.logprobs import token_logprobs
 from reader_rag.decode.processors import make_processors, private
@@ -113,6 +114,7 @@ class Engine:
         """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""
         self.learned = LearnedByTenant(_profile(model, tokenizer))
         self._tokenizer_lock = threading.Lock()
+        self._grammars = GrammarCompiler(tokenizer, _width_of_logits(model), self.eos_ids)
 
     @classmethod
     def load(
@@ -228,15 +230,38 @@ class Engine:
                 "shorten it, or retrieve fewer passages (--top-k)"
             )
         generation = generation or GenerationConfig()
+        constraint = None
         if selector is None:
-            selector = self.selector(prompt, generation, logits_processor)
+            constraint = self._constraint(prompt, generation)
+            selector = self.selector(prompt, generation, logits_processor, constraint)
         criteria = private(stopping_criteria, "stopping_criteria")
-        return GenerationStream(self, prompt, generation, passages, tenant, draft or self.draft, selector, criteria)
+        draft = draft or self.draft
+        return GenerationStream(self, prompt, generation, passages, tenant, draft, selector, criteria, constraint)
+
+    def _constraint(self, prompt: Prompt, generation: GenerationConfig) -> Constraint | None:
+        if generation.grammar is None:
+            return None
+        return Constraint(self._grammars.compile(generation.grammar), len(prompt.token_ids))
 
     def selector(
-        self, prompt: Prompt, generation: GenerationConfig, logits_processor: Sequence[Processor] = ()
+        self,
+        prompt: Prompt,
+        generation: GenerationConfig,
+        logits_processor: Sequence[Processor] = (),
+        constraint: Constraint | None = None,
     ) -> Selector:
-        """What chooses the tokens of one answer; arguments and errors as in `stream`."""
+        """What chooses the tokens of one answer.
+
+        Args:
+            prompt: See `stream`, here and below.
+            generation: Its grammar is held by `constraint`.
+            logits_processor: The caller's own.
+            constraint: The grammar's state in this answer; None makes a new one where there is a grammar.
+
+        Raises:
+            ConfigError: A processor or a setting cannot be used.
+        """
+        constraint = constraint or self._constraint(prompt, generation)
         processors = make_processors(
             generation,
             self.tokenizer,
@@ -244,6 +269,7 @@ class Engine:
             eos_ids=sorted(self.eos_ids),
             device=self.target.device,
             given=private(logits_processor, "logits_processor"),
+            last=[] if constraint is None else [constraint],
         )
         return make_selector(generation, processors)
 
@@ -291,6 +317,7 @@ class GenerationStream(Iterator[Chunk]):
         draft: DraftConfig,
         selector: Selector,
         criteria: Sequence[StoppingCriterion],
+        constraint: Constraint | None,
     ) -> None:
         self.tenant = tenant
         self._engine = engine
@@ -301,6 +328,7 @@ class GenerationStream(Iterator[Chunk]):
         self._max_tokens = min(generation.max_tokens, engine.context_window - len(prompt.token_ids))
         self._select = selector
         self._criteria = criteria
+        self._constraint = constraint
         # An answer that goes on after them has no ends.
         self._ends_at = frozenset[int]() if generation.ignore_eos else engine.eos_ids
         self._tokens: list[int] = []
@@ -442,14 +470,14 @@ class GenerationStream(Iterator[Chunk]):
         deepest = target.deepest(state.cache.length)
         if deepest is not None:
             depth = min(depth, deepest)
-        if target.fixed is not None:
-            return state.builder.build(state.index, max_depth=depth).chain()
-        if costs is not None and costs.rests():
-            return state.builder.skip()
-        tree = state.builder.build(state.index, max_depth=depth)
-        if self._engine.drafting == "chain":
+        rests = costs is not None and costs.rests()
+        tree = state.builder.skip() if rests else state.builder.build(state.index, max_depth=depth)
+        if self._constraint is not None:
+            tree = self._constraint.shape(tree, state.index.sequence, self._draft.max_nodes, depth)
+            state.builder.skip()  # what is allowed says nothing of what the model tends to say
+        if target.fixed is not None or self._engine.drafting == "chain":
             tree = tree.chain()
-        if costs is None:
+        if costs is None or rests:
             return tree
         return tree.head(costs.best_size(tree, state.cache.length, state.builder.luck))
 
@@ -574,6 +602,12 @@ def _profile(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prof
         return None
     vocabulary = fingerprint(tokenizer.get_vocab())
     return next((profile for profile in held if profile.vocabulary == vocabulary), None)
+
+
+def _width_of_logits(model: PreTrainedModel) -> int:
+    """Tokens that the model tells apart; it may be more than the tokenizer knows."""
+    width = getattr(model.get_output_embeddings(), "out_features", None)
+    return int(width or model.config.get_text_config(decoder=True).vocab_size)
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from reader_rag.draft import tree_kernels as kernels
@@ -236,6 +237,40 @@ class GrammarState:
             raise GrammarError(
                 f"the grammar is too costly to follow: {_reason(self._matcher.get_error())}; use a simpler one"
             )
+
+
+class Constraint:
+    """The grammar of one answer as a logits processor: it follows the answer by the tokens before each choice.
+
+    Args:
+        state: At the start of the answer.
+        prompt_tokens: Tokens before the answer.
+    """
+
+    def __init__(self, state: GrammarState, prompt_tokens: int) -> None:
+        self._state = state
+        self._followed = prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Mask scores [1, vocabulary] behind `input_ids` [1, length]; errors as in `GrammarState`."""
+        self._follow(input_ids[0, self._followed :].tolist())
+        return self._state.mask(scores[0])[None]
+
+    def shape(self, tree: DraftTree, sequence: NDArray[np.int32], max_nodes: int, max_depth: int) -> DraftTree:
+        """Fit a draft to the grammar; see `GrammarState.shape`.
+
+        Args:
+            tree: The draft behind `sequence`.
+            sequence: int32 [length], prompt and answer so far.
+            max_nodes: Most nodes of the result.
+            max_depth: Longest path of the result.
+        """
+        self._follow(sequence[self._followed :].tolist())
+        return self._state.shape(tree, max_nodes, max_depth)
+
+    def _follow(self, tokens: list[int]) -> None:
+        self._state.follow(tokens)
+        self._followed += len(tokens)
 
 
 class _Walk:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,6 +49,7 @@ from reader_rag.decode.processors import OpenAIPenalties, make_processors, priva
 from reader_rag.decode.select import gumbel
 from reader_rag.decode.types import Generation, Prompt
 from reader_rag.errors import ConfigError
+from reader_rag.grammar import Grammar
 
 TEXT = "the cat and the dog and the cat and the dog in the of and the cat"
 TOKENS = 40
@@ -356,6 +359,69 @@ def test_a_stop_string_may_be_part_of_the_text(engine: Engine, prompt: Prompt) -
     assert included.token_ids == without.token_ids
 
 
+# Grammars
+
+GRAMMARS = {
+    "schema": Grammar.json_schema(
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 8}, "tags": {"enum": ["red", "green"]}},
+            "required": ["name", "tags"],
+            "additionalProperties": False,
+        }
+    ),
+    "regex": Grammar.regex("the (cat|dog)( and the (cat|dog)){3}"),
+    "lark": Grammar.lark('start: "(" start ")" | "in the end"'),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", list(GRAMMARS))
+def test_answers_under_a_grammar_are_the_same_drafted_and_plain_and_obey_it(
+    engine: Engine, prompt: Prompt, name: str, temperature: float
+) -> None:
+    pytest.importorskip("llguidance")
+    settings = GenerationConfig(max_tokens=90, temperature=temperature, seed=3, grammar=GRAMMARS[name])
+    result = both(engine, prompt, settings)
+    assert (result.finish_reason, result.token_ids[-1]) == ("stop", END)
+    assert result.stats.steps < len(result.token_ids) / 2  # forced tokens cost no pass of their own
+    if name == "schema":
+        answer = json.loads(result.text)
+        assert list(answer) == ["name", "tags"]
+        assert len(answer["name"]) <= 8
+        assert answer["tags"] in ("red", "green")
+    elif name == "regex":
+        assert re.fullmatch(GRAMMARS[name].text, result.text)
+    else:
+        assert re.fullmatch(r"(\(*)in the end(\)*)", result.text)
+        assert result.text.count("(") == result.text.count(")")
+
+
+@pytest.mark.parametrize("changed", [{"repetition_penalty": 2.0}, {"top_p": 0.5}, {"suppress_tokens": (80,)}])
+def test_nothing_undoes_a_grammar(engine: Engine, prompt: Prompt, changed: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    base: dict[str, Any] = {"max_tokens": 60, "temperature": 2.0, "seed": 1, "grammar": GRAMMARS["regex"]}
+
+    def wants(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([200]), torch.inf)
+
+    result = both(engine, prompt, GenerationConfig(**base | changed), logits_processor=[wants])
+    assert re.fullmatch(GRAMMARS["regex"].text, result.text)
+
+
+def test_a_grammar_without_drafts_learns_nothing_wrong(engine: Engine, prompt: Prompt) -> None:
+    pytest.importorskip("llguidance")
+    free = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS)).token_ids
+    engine.generate(prompt, GenerationConfig(max_tokens=60, grammar=GRAMMARS["schema"]), tenant="t")
+    assert engine.generate(prompt, GenerationConfig(max_tokens=TOKENS), tenant="t").token_ids == free
+
+
+def test_a_grammar_that_does_not_compile_is_refused_before_any_work(engine: Engine, prompt: Prompt) -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(ConfigError, match="this regex grammar cannot be followed"):
+        engine.stream(prompt, GenerationConfig(grammar=Grammar.regex("a(b")))
+
+
 # Log-probabilities
 
 
@@ -415,6 +481,8 @@ def test_nothing_is_reported_unasked(engine: Engine, prompt: Prompt) -> None:
         ({"bad_words": "word"}, "bad_words must be a tuple of strings, not one string"),
         ({"stop": ("",)}, "stop must not hold empty strings"),
         ({"suppress_tokens": (-1,)}, "suppress_tokens must be token ids"),
+        ({"grammar": "a*"}, "grammar must be a Grammar"),
+        ({"grammar": GRAMMARS["regex"], "ignore_eos": True}, "ignore_eos goes on behind the end that a grammar sets"),
         ({"logprobs": -1}, r"logprobs must be 0\.\.100 or None"),
     ],
 )
