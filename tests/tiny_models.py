@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,3 +140,23 @@ def make_model(name: str, settings: dict[str, Any] | None = None, attention: str
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     return model
+
+
+class NoText:
+    """Stands in for a tokenizer where only token ids matter: every token decodes to nothing."""
+
+    is_fast = False
+    eos_token_id = None
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        """The empty text."""
+        return ""
+
+
+@torch.inference_mode()
+def generated(model: Any, tokens: Sequence[int], max_tokens: int, **options: Any) -> tuple[int, ...]:
+    """What `transformers` itself answers, greedily."""
+    ids = torch.tensor([list(tokens)])
+    settings = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0} | options
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+    return tuple(out[0, len(tokens) :].tolist())
