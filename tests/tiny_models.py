@@ -79,6 +79,7 @@ TREES: dict[str, dict[str, Any]] = {
     "Exaone4": COMMON | SLIDING | {"num_hidden_layers": 4},
     "Glm4": COMMON | WIDE_HEADS,
     "Nemotron": COMMON,
+    "Moshi": COMMON | SLIDING | WIDE_HEADS | {"ffn_dim": 48},  # its window is no part of its own mask
 }
 """Models on which trees are verified."""
 
@@ -122,7 +123,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 """Models that keep a state which cannot be rewound: they are decoded plainly."""
 
 MODELS: dict[str, dict[str, Any]] = TREES | CHAINS | PLAIN
-EAGER_ONLY = {"GptOss", "Gemma2", "Bloom", "Mpt", "GPTNeo", "Rwkv"}
+EAGER_ONLY = {"GptOss", "Gemma2", "GPTJ", "Bloom", "Mpt", "GPTNeo", "Rwkv"}
 """Models whose own choice of attention is "eager", or the only one."""
 
 

@@ -153,7 +153,8 @@ def _make_strict(target: Target, name: str) -> None:
 
 
 def _in_one_line(cause: Exception) -> str:
-    return next(iter(str(cause).splitlines()), "") or type(cause).__name__
+    first = next(iter(str(cause).splitlines()), "").split(". ")[0]
+    return first or type(cause).__name__
 
 
 def _note(message: str) -> None:

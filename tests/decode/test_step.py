@@ -134,6 +134,51 @@ def test_the_context_window_is_what_the_configuration_says(name: str, window: in
     assert Target(make_model(name), branches=False).context_window == window
 
 
+# Rotations that depend on the length
+
+
+def long_rope(switch: int) -> PreTrainedModel:
+    """Phi-3 whose rotary angles are others once a text is longer than `switch`."""
+    rotation = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 3.0, 2.0, 6.0],
+        "original_max_position_embeddings": switch,
+    }
+    more = {"sliding_window": None, "rope_parameters": rotation, "original_max_position_embeddings": switch}
+    return make_model("Phi3", TREES["Phi3"] | more)
+
+
+@pytest.mark.parametrize("length", [20, 40, 41, 60])
+def test_a_prompt_longer_than_the_switch_is_turned_by_the_angles_behind_it(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "PREFILL_CHUNK", 7)
+    model = long_rope(40)
+    target, text = Target(model), random_tokens(3, length, VOCABULARY)
+    cache = target.new_cache(80, 4)
+    assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
+    if length > 40:
+        assert error(target.verify(5, DraftTree.empty(), cache)[0], plain_logits(model, [*text, 5])) < 1e-4
+
+
+def test_no_draft_reaches_beyond_the_switch() -> None:
+    target = Target(long_rope(40))
+    assert [target.deepest(root) for root in (10, 38, 39, 40, 41, 100)] == [29, 1, 0, None, None, None]
+    assert Target(make_model("Llama")).deepest(10) is None
+    # With one token more, all of the pass turns otherwise.
+    text, draft = random_tokens(3, 35, VOCABULARY), random_tokens(4, 5, VOCABULARY)
+    rows = []
+    for deepest in (4, 5):
+        cache = target.new_cache(80, 8)
+        target.prefill(text, cache)
+        rows.append(target.verify(5, DraftTree.from_chain(draft[:deepest]), cache)[0])
+    expected = plain_logits(target.model, [*text, 5])
+    assert error(rows[0], expected) < 1e-4
+    assert error(rows[1], expected) > 1e-2
+
+
 # Fixed shapes
 
 
