@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ TREES: dict[str, dict[str, Any]] = {
     "Exaone4": COMMON | SLIDING | {"num_hidden_layers": 4},
     "Glm4": COMMON | WIDE_HEADS,
     "Nemotron": COMMON,
+    "Moshi": COMMON | SLIDING | WIDE_HEADS | {"ffn_dim": 48},  # its window is no part of its own mask
 }
 """Models on which trees are verified."""
 
@@ -121,7 +123,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 """Models that keep a state which cannot be rewound: they are decoded plainly."""
 
 MODELS: dict[str, dict[str, Any]] = TREES | CHAINS | PLAIN
-EAGER_ONLY = {"GptOss", "Gemma2", "Bloom", "Mpt", "GPTNeo", "Rwkv"}
+EAGER_ONLY = {"GptOss", "Gemma2", "GPTJ", "Bloom", "Mpt", "GPTNeo", "Rwkv"}
 """Models whose own choice of attention is "eager", or the only one."""
 
 
@@ -139,3 +141,23 @@ def make_model(name: str, settings: dict[str, Any] | None = None, attention: str
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     return model
+
+
+class NoText:
+    """Stands in for a tokenizer where only token ids matter: every token decodes to nothing."""
+
+    is_fast = False
+    eos_token_id = None
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        """The empty text."""
+        return ""
+
+
+@torch.inference_mode()
+def generated(model: Any, tokens: Sequence[int], max_tokens: int, **options: Any) -> tuple[int, ...]:
+    """What `transformers` itself answers, greedily."""
+    ids = torch.tensor([list(tokens)])
+    settings = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0} | options
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+    return tuple(out[0, len(tokens) :].tolist())

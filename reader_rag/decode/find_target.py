@@ -49,7 +49,7 @@ def find_target(
         fixed = FixedShape() if exactness == "strict" else None
         target, why = _tried(lambda: Target(model, fixed, forward), verifies_trees, "the tree mask or the positions")
         if target is not None:
-            if exactness == "strict" and not keeps_bits(target):
+            if exactness == "strict":
                 _make_strict(target, name)
             return target, "tree"
     chains, why_not = _tried(lambda: Target(model, forward="torch", branches=False), verifies_chains, "a cache of ours")
@@ -129,19 +129,22 @@ def _make_masked(model: PreTrainedModel, name: str) -> str:
 
 
 def _make_strict(target: Target, name: str) -> None:
-    """Change how experts are multiplied, if that makes the bits of a draft those of plain decoding.
+    """Make sure that the bits of a draft are those of plain decoding; how experts are multiplied may change for it.
 
     Raises:
-        UnsupportedModelError: It does not, or there are none; the model is as it was.
+        UnsupportedModelError: They are not; the model is as it was.
     """
     model: Any = target.model
     before = getattr(model.config, "_experts_implementation", None)
-    # Grouped by expert, a row's product depends on how many rows its expert got.
-    if before not in (None, "batched_mm") and model._can_set_experts_implementation():
+    # Grouped by expert, a row's product depends on how many rows its expert got, though a check may not meet it.
+    changes = before not in (None, "batched_mm") and model._can_set_experts_implementation()
+    if changes:
         model.set_experts_implementation("batched_mm")
-        if verifies_trees(target) and keeps_bits(target):
+    if keeps_bits(target) and (not changes or verifies_trees(target)):
+        if changes:
             _note(f"{name}: for exactness='strict', the model's experts are now 'batched_mm' instead of {before!r}")
-            return
+        return
+    if changes:
         model.set_experts_implementation(before)
     raise UnsupportedModelError(
         f"{name} on {target.device}: {_NEIGHBOURS}, so exactness='strict' cannot be kept; use exactness='fast', or "
@@ -150,7 +153,8 @@ def _make_strict(target: Target, name: str) -> None:
 
 
 def _in_one_line(cause: Exception) -> str:
-    return next(iter(str(cause).splitlines()), "") or type(cause).__name__
+    first = next(iter(str(cause).splitlines()), "").split(". ")[0]
+    return first or type(cause).__name__
 
 
 def _note(message: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from reader_rag.decode.cpu_forward import CpuForward
 from reader_rag.decode.step import FixedShape, SeenLogits, context_window
@@ -20,15 +20,18 @@ _STATES = ("past_key_values", "cache_params", "state")
 class PlainCache:
     """What a model keeps of a text, in a form of its own; nothing of it can be taken back.
 
+    Args:
+        state: An empty one, where the model makes none by itself.
+
     Attributes:
         length: Committed positions.
         state: The model's own, by the name of the input that takes it; empty where the model keeps nothing.
         tokens: All tokens of the text, committed or just read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
         self.length = 0
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] = state or {}
         self.tokens: list[int] = []
 
     @property
@@ -87,7 +90,11 @@ class PlainTarget:
 
     def new_cache(self, positions: int, max_nodes: int) -> PlainCache:
         """An empty cache; it grows by itself."""
-        return PlainCache()
+        made: Any = self.model
+        name = next((name for name in _STATES[:2] if name in self._parameters), None)
+        if name is None or not made._supports_default_dynamic_cache():
+            return PlainCache()
+        return PlainCache({name: DynamicCache(config=self.config)})  # some fill it and do not hand it back
 
     @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], cache: PlainCache, seen: SeenLogits | None = None) -> torch.Tensor:
@@ -139,9 +146,9 @@ class PlainTarget:
             inputs["logits_to_keep"] = 1
         inputs = {name: value for name, value in inputs.items() if name in self._parameters}
         output = self.model(torch.tensor([cache.tokens[start:]], device=self.device), **cache.state, **inputs)
-        cache.state = {
-            name: output[name] for name in _STATES if name in self._parameters and output.get(name) is not None
-        }
+        for name in _STATES:
+            if name in self._parameters and output.get(name) is not None:
+                cache.state[name] = output[name]
         logits: torch.Tensor = output.logits[0]
         return logits[-1:] if last_only else logits
 

@@ -142,6 +142,7 @@ class Target:
                 raise UnsupportedModelError(f"the attention backend {attention_of(model)!r} takes no tree mask")
             self._mask_dtype = _MASKED_BACKENDS[attention_of(model)] or model.dtype
             self._kinds = _attention_kinds(self.config)
+            self._narrowest = min((span for span in self._kinds.values() if span), default=None)
         parameters = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         # What computes the states of all tokens, and what makes logits of them; some models do not name the first.
@@ -257,10 +258,17 @@ class Target:
             shown = self.fixed.shown(cache.length)
             cache.show(shown)
         mask = None
-        if self._branches and (rows > 1 or self.fixed is not None):
+        if self._branches and (rows > 1 or self.fixed is not None or self._is_windowed(cache.length)):
             mask = self._mask(visible, depths, cache.length, shown)
         ids = torch.from_numpy(tokens)[None].to(self.device)
         return self._forward(ids, depths + cache.length, cache, attention_mask=mask)[0, :rows]
+
+    def _is_windowed(self, root: int) -> bool:
+        """Whether a layer does not show all of the text to a root there.
+
+        Some models leave that to their own cache, which forgets, and have no such mask of their own.
+        """
+        return self._narrowest is not None and root >= self._narrowest
 
     def _forward(
         self, ids: torch.Tensor, positions: NDArray[np.int64], cache: TreeCache, **inputs: Any

@@ -7,78 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from random_trees import random_tokens, random_tree
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tiny_models import EAGER_ONLY, TREES, VOCABULARY, make_model
+from transformers import PreTrainedModel
 
 from reader_rag.decode import step
-from reader_rag.decode.engine import Engine
 from reader_rag.decode.selftest import keeps_bits, verifies_trees
 from reader_rag.decode.step import FixedShape, Target
 from reader_rag.draft import DraftTree
 from reader_rag.errors import UnsupportedModelError
-
-VOCABULARY = 96
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,  # attention that matters: with the usual 0.02 a wrong mask hardly shows
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_experts_per_tok": 2}
-FEW = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "Llama": COMMON,
-    "Qwen2": COMMON,
-    "Qwen3": COMMON | {"head_dim": 8},
-    "Mistral": COMMON | {"sliding_window": 16},
-    "Gemma2": COMMON | {"head_dim": 8, "sliding_window": 16, "num_hidden_layers": 3},
-    "Gemma3Text": COMMON | {"head_dim": 8, "sliding_window": 16, "num_hidden_layers": 7},
-    "Cohere2": COMMON | {"sliding_window": 16, "num_hidden_layers": 4},
-    "Phi3": COMMON | {"sliding_window": 16},
-    "Llama4Text": COMMON
-    | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 16}
-    | {"num_hidden_layers": 4},
-    "GptOss": COMMON | EXPERTS | {"head_dim": 8, "sliding_window": 16, "num_local_experts": 4},
-    "Mixtral": COMMON | EXPERTS | {"num_local_experts": 4},
-    "Qwen3Moe": COMMON | EXPERTS | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32},
-    "DeepseekV3": COMMON
-    | EXPERTS
-    | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-    | {"v_head_dim": 12, "n_routed_experts": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 32}
-    | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
-    "GPT2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
-    | {"initializer_range": 0.2},
-    "GPTNeoX": {key: value for key, value in COMMON.items() if key != "num_key_value_heads"},
-    "OPT": FEW
-    | {"ffn_dim": 48, "max_position_embeddings": 256, "word_embed_proj_dim": 32, "init_std": 0.2, "dropout": 0.0},
-}
-EAGER_ONLY = {"GptOss", "Gemma2"}
-UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "Mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2},
-    "Qwen3Next": COMMON | {"head_dim": 8, "num_hidden_layers": 4},
-    "Bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
-    "Falcon": FEW | {"alibi": True, "initializer_range": 0.2},
-    "Mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "initializer_range": 0.2},
-    "GPTNeo": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
-    | {"attention_types": [[["global", "local"], 1]]},
-    "Jamba": COMMON | EXPERTS | {"num_experts": 2},
-}
-
-
-def make_model(name: str, settings: dict[str, Any], attention: str = "sdpa") -> PreTrainedModel:
-    """A model of that class with fixed random weights, float32."""
-    config = getattr(transformers, f"{name}Config")(**settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
@@ -102,7 +39,7 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 CASES = [
     pytest.param(name, attention, id=f"{name}-{attention}")
-    for name in CONFIGS
+    for name in TREES
     for attention in ("eager", "sdpa")
     if attention == "eager" or name not in EAGER_ONLY
 ]
@@ -110,7 +47,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_tree_logits_are_those_of_plain_text_along_every_path(name: str, attention: str) -> None:
-    model = make_model(name, CONFIGS[name], attention)
+    model = make_model(name, attention=attention)
     target = Target(model, forward="torch")
     text = random_tokens(2, 30, VOCABULARY)  # longer than the windows
     cache = target.new_cache(60, 12)
@@ -136,7 +73,7 @@ def test_tree_logits_are_those_of_plain_text_along_every_path(name: str, attenti
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_a_node_that_saw_another_branch_would_show(name: str) -> None:
-    model = make_model(name, CONFIGS[name])
+    model = make_model(name)
     text, tree = random_tokens(2, 30, VOCABULARY), random_tree(0, 12, VOCABULARY)
     straight = plain_logits(model, [*text, 7, *tree.tokens[path_to(tree, 11)].tolist()])
     in_a_row = plain_logits(model, [*text, 7, *tree.tokens.tolist()])
@@ -146,7 +83,7 @@ def test_a_node_that_saw_another_branch_would_show(name: str) -> None:
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3Text", "Llama4Text", "GPT2"])
 def test_a_prompt_may_be_prefilled_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "PREFILL_CHUNK", 7)
-    model = make_model(name, CONFIGS[name])
+    model = make_model(name)
     target, text = Target(model, forward="torch"), random_tokens(3, 40, VOCABULARY)
     cache = target.new_cache(50, 4)
     assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
@@ -154,28 +91,24 @@ def test_a_prompt_may_be_prefilled_in_chunks(name: str, monkeypatch: pytest.Monk
     assert error(target.verify(5, DraftTree.empty(), cache)[0], plain_logits(model, [*text, 5])) < 1e-4
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", list(TREES))
 def test_the_self_test_passes_models_that_verify(name: str) -> None:
-    assert verifies_trees(Target(make_model(name, CONFIGS[name], "eager"), forward="torch"))
+    assert verifies_trees(Target(make_model(name, attention="eager"), forward="torch"))
 
 
-@pytest.mark.parametrize("exactness", ["fast", "strict"])
-@pytest.mark.parametrize("name", list(UNSUPPORTED))
-def test_models_that_cannot_verify_are_refused(name: str, exactness: Any, tiny_tokenizer: Any) -> None:
-    model = make_model(name, UNSUPPORTED[name], "eager")
-    with pytest.raises(UnsupportedModelError, match="drafts cannot be verified"):
-        Engine(model, tiny_tokenizer, exactness=exactness)
-
-
-def test_attention_backends_without_a_tree_mask_are_refused() -> None:
-    model = make_model("Llama", CONFIGS["Llama"])
+def test_a_target_for_trees_refuses_what_takes_no_tree_mask() -> None:
+    model = make_model("Llama")
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UnsupportedModelError, match="'flash_attention_2' takes no tree mask; .*attn_implementation"):
+    with pytest.raises(UnsupportedModelError, match="the attention backend 'flash_attention_2' takes no tree mask"):
         Target(model)
+    with pytest.raises(UnsupportedModelError, match="mamba models keep a state that cannot be rewound"):
+        Target(make_model("Mamba"))
+    with pytest.raises(UnsupportedModelError, match="minimax models have layers of kind 'linear_attention'"):
+        Target(make_model("MiniMax"))
 
 
 def test_a_model_that_ignores_positions_fails_the_self_test() -> None:
-    model = make_model("Llama", CONFIGS["Llama"])
+    model = make_model("Llama")
     forward = model.forward
 
     def without_positions(*args: Any, position_ids: Any = None, logits_to_keep: int = 0, **kwargs: Any) -> Any:
@@ -186,7 +119,7 @@ def test_a_model_that_ignores_positions_fails_the_self_test() -> None:
 
 
 def test_a_model_that_ignores_the_mask_fails_the_self_test() -> None:
-    model = make_model("Llama", CONFIGS["Llama"])
+    model = make_model("Llama")
     forward = model.forward
 
     def without_mask(*args: Any, attention_mask: Any = None, logits_to_keep: int = 0, **kwargs: Any) -> Any:
@@ -196,12 +129,54 @@ def test_a_model_that_ignores_the_mask_fails_the_self_test() -> None:
     assert not verifies_trees(Target(model))
 
 
-@pytest.mark.parametrize(
-    ("settings", "window"), [(CONFIGS["Llama"], 256), (CONFIGS["GPT2"], 256), (UNSUPPORTED["Bloom"], None)]
-)
-def test_the_context_window_is_what_the_configuration_says(settings: dict[str, Any], window: int | None) -> None:
-    name = next(name for name, other in (CONFIGS | UNSUPPORTED).items() if other is settings)
-    assert Target(make_model(name, settings, "eager")).context_window == window
+@pytest.mark.parametrize(("name", "window"), [("Llama", 256), ("GPT2", 256), ("Bloom", None)])
+def test_the_context_window_is_what_the_configuration_says(name: str, window: int | None) -> None:
+    assert Target(make_model(name), branches=False).context_window == window
+
+
+# Rotations that depend on the length
+
+
+def long_rope(switch: int) -> PreTrainedModel:
+    """Phi-3 whose rotary angles are others once a text is longer than `switch`."""
+    rotation = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 3.0, 2.0, 6.0],
+        "original_max_position_embeddings": switch,
+    }
+    more = {"sliding_window": None, "rope_parameters": rotation, "original_max_position_embeddings": switch}
+    return make_model("Phi3", TREES["Phi3"] | more)
+
+
+@pytest.mark.parametrize("length", [20, 40, 41, 60])
+def test_a_prompt_longer_than_the_switch_is_turned_by_the_angles_behind_it(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "PREFILL_CHUNK", 7)
+    model = long_rope(40)
+    target, text = Target(model), random_tokens(3, length, VOCABULARY)
+    cache = target.new_cache(80, 4)
+    assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
+    if length > 40:
+        assert error(target.verify(5, DraftTree.empty(), cache)[0], plain_logits(model, [*text, 5])) < 1e-4
+
+
+def test_no_draft_reaches_beyond_the_switch() -> None:
+    target = Target(long_rope(40))
+    assert [target.deepest(root) for root in (10, 38, 39, 40, 41, 100)] == [29, 1, 0, None, None, None]
+    assert Target(make_model("Llama")).deepest(10) is None
+    # With one token more, all of the pass turns otherwise.
+    text, draft = random_tokens(3, 35, VOCABULARY), random_tokens(4, 5, VOCABULARY)
+    rows = []
+    for deepest in (4, 5):
+        cache = target.new_cache(80, 8)
+        target.prefill(text, cache)
+        rows.append(target.verify(5, DraftTree.from_chain(draft[:deepest]), cache)[0])
+    expected = plain_logits(target.model, [*text, 5])
+    assert error(rows[0], expected) < 1e-4
+    assert error(rows[1], expected) > 1e-2
 
 
 # Fixed shapes
@@ -224,7 +199,7 @@ def test_no_chain_reaches_a_position_that_plain_decoding_attends_in_another_shap
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPT2"])
 def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
-    model = make_model(name, CONFIGS[name]).to(dtype)
+    model = make_model(name).to(dtype)
     target = Target(model, FixedShape(width=9, bucket=32), forward="torch")
     if not keeps_bits(target):
         pytest.skip("kernels of this machine compute a row by its neighbours, which the engine refuses")
@@ -252,7 +227,7 @@ def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dty
 
 
 def test_fixed_shapes_compute_what_free_ones_do() -> None:
-    model = make_model("Mistral", CONFIGS["Mistral"])
+    model = make_model("Mistral")
     text = random_tokens(5, 40, VOCABULARY)
     target = Target(model, FixedShape(width=9, bucket=32), forward="torch")
     cache = target.new_cache(60, 8)
