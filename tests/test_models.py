@@ -214,6 +214,26 @@ def test_a_converted_model_has_the_weights_tokenizer_and_template_of_its_gguf(
     assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (1, 2)
 
 
+def test_a_converted_model_answers_as_generate_does(cache: Path, package: Path) -> None:
+    import torch
+
+    from reader_rag.config import GenerationConfig
+    from reader_rag.decode.engine import Engine
+    from reader_rag.decode.types import Prompt
+
+    model, tokenizer = load_model("tiny")
+    engine = Engine(model, tokenizer)
+    assert engine.drafting == "tree"
+    prompt = [7, 8, 3, 4, 7, 8, 3, 4, 7, 8]
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    for speculate in (True, False):
+        result = engine.generate(Prompt(prompt), GenerationConfig(max_tokens=20, ignore_eos=True, speculate=speculate))
+        assert list(result.token_ids) == out[0, len(prompt) :].tolist()
+
+
 def test_a_converted_configuration_carries_nothing_of_where_it_came_from(cache: Path, package: Path) -> None:
     config = json.loads((Path(resolve_model("tiny")) / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]

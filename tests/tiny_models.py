@@ -79,7 +79,7 @@ TREES: dict[str, dict[str, Any]] = {
     "Exaone4": COMMON | SLIDING | {"num_hidden_layers": 4},
     "Glm4": COMMON | WIDE_HEADS,
     "Nemotron": COMMON,
-    "Moshi": COMMON | SLIDING | WIDE_HEADS | {"ffn_dim": 48},  # its window is no part of its own mask
+    "Moshi": COMMON | SLIDING | WIDE_HEADS | {"ffn_dim": 48},
 }
 """Models on which trees are verified."""
 
@@ -125,6 +125,11 @@ PLAIN: dict[str, dict[str, Any]] = {
 MODELS: dict[str, dict[str, Any]] = TREES | CHAINS | PLAIN
 EAGER_ONLY = {"GptOss", "Gemma2", "GPTJ", "Bloom", "Mpt", "GPTNeo", "Rwkv"}
 """Models whose own choice of attention is "eager", or the only one."""
+
+
+WINDOW_IN_CACHE = {"Moshi"}
+"""Models whose own cache forgets what lies before the window while their mask shows it: `generate` gives other logits
+than a pass over the whole text."""
 
 
 def make_model(name: str, settings: dict[str, Any] | None = None, attention: str | None = None) -> PreTrainedModel:

@@ -160,7 +160,10 @@ class CpuForward:
         attended, gated = np.zeros_like(q), buffer(first.gate.weight.shape[0])
         epsilon = self._epsilon
         with _pool:
-            numba.set_num_threads(min(torch.get_num_threads(), _numba.NUMBA_NUM_THREADS))
+            threads = torch.get_num_threads()
+            numba.set_num_threads(min(threads, _numba.NUMBA_NUM_THREADS))
+            if torch.get_num_threads() != threads:  # numba's first threads change PyTorch's: they share OpenMP
+                torch.set_num_threads(threads)
             for n, layer in enumerate(self._layers):
                 kernels.norm_and_project_three(
                     x, rows, layer.input_norm, epsilon, normed,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -217,6 +219,25 @@ def test_the_models_own_forward_can_be_asked_for() -> None:
     model = make_model(*SETTINGS["llama"])
     assert Target(model).cpu is not None
     assert Target(model, forward="torch").cpu is None
+
+
+def test_the_threads_of_pytorch_stay_as_they_are() -> None:
+    """In a process of its own: it is the first compiled loop that makes numba's threads."""
+    program = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from reader_rag.decode.step import Target
+
+torch.set_num_threads(1)
+config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+target = Target(LlamaForCausalLM(config).eval())
+assert target.cpu is not None
+from reader_rag.draft import DraftTree
+target.verify(1, DraftTree.empty(), target.new_cache(4, 0))
+print(torch.get_num_threads())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]
 
 
 def test_rounding_is_that_of_bfloat16() -> None:

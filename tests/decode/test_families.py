@@ -66,6 +66,23 @@ def test_drafted_answers_are_those_of_generate(name: str, attention: str | None)
         assert 10 < accepted < drafted
 
 
+@pytest.mark.parametrize(("length", "tokens"), [(8, 30), (50, 40), (90, 40)])
+def test_rotations_that_depend_on_the_length(length: int, tokens: int) -> None:
+    switch = 40
+    rotation = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": switch}
+    rotation |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 6.0]}
+    more = {"sliding_window": None, "rope_parameters": rotation, "original_max_position_embeddings": switch}
+    model = make_model("Phi3", TREES["Phi3"] | more)
+    engine, _ = made(model)
+    prompt = prompt_of(length)
+    expected = generated(model, prompt, tokens)
+    assert answer(engine, prompt, tokens, speculate=False).token_ids == expected
+    for _ in range(2):
+        result = answer(engine, prompt, tokens)
+        assert result.token_ids == expected
+    assert 0 < result.stats.accepted < result.stats.drafted
+
+
 # Chains
 
 
