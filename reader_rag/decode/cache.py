@@ -127,11 +127,11 @@ class TreeCache(Cache):
             capacity: Most positions.
             heads: Key heads.
             width: Of a head.
-            dtype: float32 or bfloat16.
+            dtype: float32, bfloat16 or float16.
         """
         cache = cls(layers, capacity)
         # As bits where NumPy knows no such type. Zeros: see `TreeLayer.lazy_initialization`.
-        stored = np.uint16 if dtype == torch.bfloat16 else np.float32
+        stored = {torch.bfloat16: np.uint16, torch.float16: np.int16}.get(dtype, np.float32)
         keys, values = (np.zeros((layers, heads, capacity, width), stored) for _ in range(2))
         for n, layer in enumerate(cache.tree_layers):
             layer.keys = torch.from_numpy(keys[n : n + 1]).view(dtype)
@@ -142,7 +142,7 @@ class TreeCache(Cache):
 
     @property
     def arrays(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values of a cache `in_one_piece`, [layers, heads, capacity, width], float32 or bfloat16 bits."""
+        """Keys and values of a cache `in_one_piece`, [layers, heads, capacity, width]; see `cpu_kernels`."""
         assert self._arrays is not None
         return self._arrays
 

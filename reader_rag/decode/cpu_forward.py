@@ -28,10 +28,10 @@ _ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Position encodings whose angles depend on nothing but the position."""
 _HOMES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 """Where the classes of a model's parts come from. Another library's part may show the weights that it changes."""
-_STORED = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+_STORED = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 """The type under which NumPy sees the weights of each type."""
 _SLOW_PRODUCTS = ("DEFAULT", "AVX2")
-"""What PyTorch calls CPUs on which its bfloat16 products are slower than ours for many rows too."""
+"""What PyTorch calls CPUs on which its 16-bit products are slower than ours for many rows too."""
 
 _numba: Any = numba.config
 _pool = threading.Lock()
@@ -120,7 +120,7 @@ class CpuForward:
     @property
     def prefills_faster(self) -> bool:
         """Whether prompts too are faster here than in PyTorch; by the kind of CPU, so that rounding never varies."""
-        return self._dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() in _SLOW_PRODUCTS
+        return self._dtype != torch.float32 and torch.backends.cpu.get_cpu_capability() in _SLOW_PRODUCTS
 
     def __call__(
         self,
@@ -201,7 +201,7 @@ class CpuForward:
 
     def _layer(self, layer: Any) -> _Layer:
         attention, feed = layer.self_attn, layer.mlp
-        none = np.zeros(0, np.float32 if self._dtype == torch.float32 else np.uint16)
+        none = np.zeros(0, self._embedding.dtype)
         normed = hasattr(attention, "q_norm")
         return _Layer(
             input_norm=self._array(layer.input_layernorm.weight),
@@ -256,7 +256,9 @@ def _is_known(model: PreTrainedModel) -> bool:
 
 
 def _widened(values: Array) -> Array:
-    """float32 of float32, or of the bits of bfloat16."""
+    """float32 of float32, or of the bits of a 16-bit type; see `cpu_kernels`."""
+    if values.dtype == np.int16:
+        return values.view(np.float16).astype(np.float32)
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values

@@ -6,10 +6,11 @@ again (docs/benchmarks/README.md). These loops read each weight once for all row
 
 Every row is computed by the same instructions in the same order whatever rows stand beside it, and attends to the
 positions of its own path in the order of the text. So a drafted token's numbers are bit for bit those of plain
-decoding. Sums are taken in float32; in bfloat16 they are rounded where PyTorch's modules round.
+decoding. Sums are taken in float32; in 16 bits they are rounded where PyTorch's modules round.
 
-Arrays of weights, keys and values are float32, or uint16 with the bits of bfloat16. Activations are float32 (with
-values that bfloat16 holds). Arrays of rows have room for a multiple of four.
+Arrays of weights, keys and values are float32, uint16 with the bits of bfloat16, or int16 with those of float16.
+Activations are float32 (with values that the type of the weights holds). Arrays of rows have room for a multiple of
+four.
 """
 
 from __future__ import annotations
@@ -30,18 +31,62 @@ _FUSED = {"contract", "nsz"}
 """Sums are taken in the written order."""
 
 
+@njit(cache=True)
+def _from_float16(bits: Any) -> Any:
+    """float32 of float16 bits (int16).
+
+    No case is left to arithmetic on denormal numbers, which some CPUs take a hundred times as long for.
+    """
+    half = np.uint32(np.uint16(bits))
+    magnitude = np.uint32((half & np.uint32(0x7FFF)) << np.uint32(13))
+    exponent = magnitude & np.uint32(0x0F800000)
+    normal = np.uint32(magnitude + np.uint32(112 << 23))
+    infinite = np.uint32(normal + np.uint32(112 << 23))
+    tiny = np.uint32(normal + np.uint32(1 << 23)).view(np.float32) - np.uint32(113 << 23).view(np.float32)
+    large = infinite if exponent == np.uint32(0x0F800000) else normal
+    found = np.float32(tiny).view(np.uint32) if exponent == np.uint32(0) else large
+    return np.uint32(found | np.uint32((half & np.uint32(0x8000)) << np.uint32(16))).view(np.float32)
+
+
+@njit(cache=True)
+def _round_to_float16(value: Any) -> Any:
+    """float32 `value` rounded to the nearest float16 (to even), as float32."""
+    bits = np.float32(value).view(np.uint32)
+    sign = bits & np.uint32(0x80000000)
+    magnitude = np.uint32(bits ^ sign)
+    # Below 2**-14 there are multiples of 2**-24 only, as among the float32 from 0.5 on.
+    small = (magnitude.view(np.float32) + np.float32(0.5)) - np.float32(0.5)
+    normal = (magnitude + np.uint32(0xFFF) + ((magnitude >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+    large = np.uint32(0x7F800000) if normal >= np.uint32(0x47800000) else np.uint32(normal)
+    found = np.float32(small).view(np.uint32) if magnitude < np.uint32(113 << 23) else large
+    found = np.uint32(0x7FC00000) if value != value else np.uint32(found)
+    return np.uint32(found | sign).view(np.float32)
+
+
+@njit(cache=True)
+def _to_float16(value: Any) -> Any:
+    """The bits of float16 (int16), to nearest even."""
+    bits = np.float32(_round_to_float16(value)).view(np.uint32)
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    small = np.uint32(magnitude.view(np.float32) * np.float32(1 << 24))
+    normal = np.uint32(np.uint32(magnitude - np.uint32(112 << 23)) >> np.uint32(13))
+    large = np.uint32(0x7C00 | (0x200 if value != value else 0)) if magnitude >= np.uint32(0x7F800000) else normal
+    found = small if magnitude < np.uint32(113 << 23) else large
+    return np.int16(np.uint16(found | np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))))
+
+
 def widen(value: Any) -> Any:
-    """float32 of a weight: bfloat16 bits (uint16) or float32."""
+    """float32 of a weight: bfloat16 bits (uint16), float16 bits (int16) or float32."""
     if isinstance(value, np.uint16):
         return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
-    return value
+    return _from_float16(value) if isinstance(value, np.int16) else value
 
 
 @overload(widen, strict=False)
 def _widen(value: Any) -> Callable[..., Any]:
     if value == types.uint16:
         return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
-    return lambda value: value
+    return (lambda value: _from_float16(value)) if value == types.int16 else (lambda value: value)
 
 
 @njit(cache=True)
@@ -56,13 +101,15 @@ def rounded(value: Any, like: Any) -> Any:
     """float32 `value` rounded to the type of `like` (see `widen`), as float32."""
     if like.dtype == np.uint16:
         return np.uint32(_to_bfloat16(value)).view(np.float32)
-    return value
+    return _round_to_float16(value) if like.dtype == np.int16 else value
 
 
 @overload(rounded, strict=False)
 def _rounded(value: Any, like: Any) -> Callable[..., Any]:
     if like.dtype == types.uint16:
         return lambda value, like: np.uint32(_to_bfloat16(value)).view(np.float32)
+    if like.dtype == types.int16:
+        return lambda value, like: _round_to_float16(value)
     return lambda value, like: value
 
 
@@ -70,13 +117,15 @@ def narrowed(value: Any, like: Any) -> Any:
     """float32 `value` as an element of `like`."""
     if like.dtype == np.uint16:
         return np.uint16(_to_bfloat16(value) >> np.uint32(16))
-    return value
+    return _to_float16(value) if like.dtype == np.int16 else value
 
 
 @overload(narrowed, strict=False)
 def _narrowed(value: Any, like: Any) -> Callable[..., Any]:
     if like.dtype == types.uint16:
         return lambda value, like: np.uint16(_to_bfloat16(value) >> np.uint32(16))
+    if like.dtype == types.int16:
+        return lambda value, like: _to_float16(value)
     return lambda value, like: value
 
 

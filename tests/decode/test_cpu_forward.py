@@ -70,8 +70,9 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "other architecture": ("Gemma", COMMON),
 }
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.06}
-"""Relative errors; in bfloat16 the model's own differ from its float32 logits by about as much."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.008}
+"""Relative errors; in 16 bits the model's own differ from its float32 logits by about as much."""
+DTYPES = list(TOLERANCE)
 
 
 def make_model(name: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -95,7 +96,7 @@ def own_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_its_logits_are_the_models_own(name: str, dtype: torch.dtype) -> None:
     model = make_model(*SETTINGS[name], dtype)
@@ -113,7 +114,7 @@ def test_its_logits_are_the_models_own(name: str, dtype: torch.dtype) -> None:
     assert verifies_trees(target)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("committed", [1, 2, 7, 8, 9, 64, 131])
 @pytest.mark.parametrize("name", ["llama", "one query head for each key head", "qwen3"])
 def test_a_drafted_rows_bits_are_those_of_plain_decoding(name: str, committed: int, dtype: torch.dtype) -> None:
@@ -132,7 +133,7 @@ def test_a_drafted_rows_bits_are_those_of_plain_decoding(name: str, committed: i
             plain.keep([0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_kept_of_a_tree_is_what_plain_decoding_would_have_written(dtype: torch.dtype) -> None:
     target, text, tree = (
         Target(make_model(*SETTINGS["llama"], dtype)),
@@ -155,16 +156,19 @@ def test_what_is_kept_of_a_tree_is_what_plain_decoding_would_have_written(dtype:
 
 
 @pytest.mark.parametrize("faster", [True, False])
-def test_a_prompt_may_be_prefilled_here_or_by_the_model(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_prompt_may_be_prefilled_here_or_by_the_model(
+    dtype: torch.dtype, faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu_forward, "_SLOW_PRODUCTS", (torch.backends.cpu.get_cpu_capability(),) if faster else ())
-    model, text = make_model(*SETTINGS["llama"], torch.bfloat16), random_tokens(6, 150, VOCABULARY)  # three chunks
+    model, text = make_model(*SETTINGS["llama"], dtype), random_tokens(6, 150, VOCABULARY)  # three chunks
     target = Target(model)
     assert target.cpu is not None
     assert target.cpu.prefills_faster == faster
     cache = target.new_cache(160, 4)
-    assert error(target.prefill(text, cache)[0], own_logits(model, text)[-1]) < TOLERANCE[torch.bfloat16]
+    assert error(target.prefill(text, cache)[0], own_logits(model, text)[-1]) < TOLERANCE[dtype]
     assert cache.length == 150
-    assert error(target.verify(5, DraftTree.empty(), cache)[0], own_logits(model, [*text, 5])[-1]) < 0.06
+    assert error(target.verify(5, DraftTree.empty(), cache)[0], own_logits(model, [*text, 5])[-1]) < TOLERANCE[dtype]
 
 
 def test_no_weight_is_copied() -> None:
@@ -197,7 +201,7 @@ def test_models_of_another_shape_run_in_their_own_forward(name: str) -> None:
 
 
 def test_changed_models_run_in_their_own_forward() -> None:
-    assert CpuForward.of(make_model(*SETTINGS["llama"], torch.float16)) is None
+    assert CpuForward.of(make_model(*SETTINGS["llama"], torch.float64)) is None
 
     hooked = make_model(*SETTINGS["llama"])
     hooked.model.layers[0].register_forward_hook(lambda module, args, output: output)
@@ -238,6 +242,23 @@ print(torch.get_num_threads())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1"]
+
+
+def test_rounding_is_that_of_float16() -> None:
+    bits = np.arange(-(1 << 15), 1 << 15, 7, dtype=np.int16)
+    halves = bits.view(np.float16)
+    numbers = ~np.isnan(halves)
+    exact = halves[numbers].astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        tie = exact + np.spacing(halves[numbers]).astype(np.float32) / 2
+        past = np.nextafter(tie, np.float32(np.inf))
+        values = np.concatenate([v[~np.isnan(v)] for v in (exact, tie, past)])
+        expected = values.astype(np.float16)
+    assert [cpu_kernels.widen(value) for value in bits[numbers]] == exact.tolist()
+    assert [cpu_kernels.narrowed(value, bits) for value in values] == expected.view(np.int16).tolist()
+    assert [cpu_kernels.rounded(value, bits) for value in values] == expected.astype(np.float32).tolist()
+    assert np.isnan(cpu_kernels.rounded(np.float32(np.nan), bits))
+    assert np.isnan(cpu_kernels.widen(np.int16(cpu_kernels.narrowed(np.float32(np.nan), bits))))
 
 
 def test_rounding_is_that_of_bfloat16() -> None:
