@@ -60,6 +60,9 @@ def generate(
     forward: Annotated[
         str, typer.Option(help="auto, or torch: call the model's own forward where compiled loops know it.")
     ] = "auto",
+    strict_width: Annotated[
+        int | None, typer.Option(help="Positions of a pass in strict mode where shapes are fixed.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus of the sampling.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -84,7 +87,8 @@ def generate(
         max_nodes=usual.max_nodes if max_nodes is None else max_nodes,
         max_successors=usual.max_successors if successors else 0,
     )
-    engine = _engine(model, dtype, device, exactness, forward, draft, random_weights=replay is not None)
+    settings = {"draft": draft, "exactness": exactness, "forward": forward, "strict_width": strict_width}
+    engine = _engine(model, dtype, device, settings, random_weights=replay is not None)
     tasks = _tasks(engine, prompts, replay, wanted, limit, generation)
     report = compare(engine, tasks, [m for m in methods.split(",") if m], progress())
     if as_json:
@@ -93,9 +97,7 @@ def generate(
         _print(report)
 
 
-def _engine(
-    model: str, dtype: str, device: str, exactness: str, forward: str, draft: Any, *, random_weights: bool
-) -> Engine:
+def _engine(model: str, dtype: str, device: str, settings: dict[str, Any], *, random_weights: bool) -> Engine:
     from reader_rag.decode.engine import Engine
 
     if model.endswith(".json"):
@@ -103,15 +105,8 @@ def _engine(
             raise ConfigError(f"--model {model}: random weights answer nothing; use a configuration with --replay")
         from reader_rag.bench.random_weights import engine_from_config
 
-        return engine_from_config(Path(model), dtype, device, exactness, forward, draft)
-    return Engine.load(
-        model,
-        dtype=dtype,
-        device=device,
-        draft=draft,
-        exactness=exactness,  # type: ignore[arg-type]
-        forward=forward,  # type: ignore[arg-type]
-    )
+        return engine_from_config(Path(model), dtype, device, settings)
+    return Engine.load(model, dtype=dtype, device=device, **settings)
 
 
 def _tasks(

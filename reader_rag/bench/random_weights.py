@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from reader_rag.config import DraftConfig, Exactness, Forward
 from reader_rag.decode.engine import Engine
 from reader_rag.errors import ModelError
 from reader_rag.models import resolve_device, resolve_dtype
@@ -26,18 +25,14 @@ class _NoText:
         return ""
 
 
-def engine_from_config(
-    path: Path, dtype: str, device: str, exactness: str, forward: str, draft: DraftConfig | None
-) -> Engine:
+def engine_from_config(path: Path, dtype: str, device: str, settings: Mapping[str, Any]) -> Engine:
     """An engine over a model made from a configuration file alone.
 
     Args:
         path: A `config.json` of `transformers`.
         dtype: As in `Engine.load`.
         device: As in `Engine.load`.
-        exactness: As in `Engine.load`.
-        forward: As in `Engine.load`.
-        draft: As in `Engine.load`.
+        settings: What else `Engine` takes.
 
     Raises:
         ModelError: The file is not a configuration of a causal language model.
@@ -50,11 +45,4 @@ def engine_from_config(
     except (OSError, ValueError, KeyError) as cause:
         raise ModelError(f"{path} is not the configuration of a causal language model: {cause}") from cause
     tokenizer = cast(PreTrainedTokenizerBase, _NoText())
-    return Engine(
-        model,
-        tokenizer,
-        draft=draft,
-        exactness=cast(Exactness, exactness),
-        forward=cast(Forward, forward),
-        name=path.parent.name or str(path),
-    )
+    return Engine(model, tokenizer, **settings, name=path.parent.name or str(path))

@@ -120,7 +120,7 @@ class CpuForward:
     @property
     def prefills_faster(self) -> bool:
         """Whether prompts too are faster here than in PyTorch; by the kind of CPU, so that rounding never varies."""
-        return self._dtype != torch.float32 and torch.backends.cpu.get_cpu_capability() in _SLOW_PRODUCTS
+        return self._dtype != torch.float32 and slow_products()
 
     def __call__(
         self,
@@ -231,6 +231,11 @@ class CpuForward:
         if tensor.dtype != self._dtype or not tensor.is_contiguous():
             raise _Unknown(f"{tensor.dtype} among {self._dtype}")
         return tensor.detach().view(_STORED[self._dtype]).numpy()
+
+
+def slow_products() -> bool:
+    """Whether PyTorch is slow at products of many rows in 16 bits on this CPU."""
+    return torch.backends.cpu.get_cpu_capability() in _SLOW_PRODUCTS
 
 
 def _is_known(model: PreTrainedModel) -> bool:

@@ -53,6 +53,8 @@ class Engine:
             computes the model.
         forward: "auto" computes models of a known shape on the CPU with `CpuForward`, about twice as fast as their own
             `forward`, which "torch" always calls.
+        strict_width: Positions of every pass in strict mode where shapes are fixed, 2 to 256: drafts are one shorter.
+            None takes what pays on the kind of device.
         name: What messages and metadata call the model.
 
     Attributes:
@@ -71,12 +73,15 @@ class Engine:
         draft: DraftConfig | None = None,
         exactness: Exactness = "fast",
         forward: Forward = "auto",
+        strict_width: int | None = None,
         name: str = "",
     ) -> None:
         if forward not in ("auto", "torch"):
             raise ConfigError(f"forward must be 'auto' or 'torch', not {forward!r}")
         if exactness not in ("fast", "strict"):
             raise ConfigError(f"exactness must be 'fast' or 'strict', not {exactness!r}")
+        if strict_width is not None and not 2 <= strict_width <= 256:
+            raise ConfigError(f"strict_width must be 2..256, not {strict_width}")
         self.model = model
         self.tokenizer = tokenizer
         self.draft = draft or DraftConfig()
@@ -84,7 +89,9 @@ class Engine:
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         # Loads the compiled loops here rather than in the first answer.
         TreeBuilder(max_nodes=1).build(ContextIndex([0, 1, 0]))
-        self.target, found = find_target(model, name=self.name, exactness=exactness, forward=forward)
+        self.target, found = find_target(
+            model, name=self.name, exactness=exactness, forward=forward, strict_width=strict_width
+        )
         self.drafting: Drafting = found
         self.context_window = self.target.context_window or _UNKNOWN_WINDOW
         self.eos_ids = _eos_ids(model, tokenizer)
@@ -105,6 +112,7 @@ class Engine:
         draft: DraftConfig | None = None,
         exactness: Exactness = "fast",
         forward: Forward = "auto",
+        strict_width: int | None = None,
         trust_remote_code: bool = False,
     ) -> Engine:
         """Load a model by alias, local folder or hub id.
@@ -116,6 +124,7 @@ class Engine:
             draft: See `Engine`.
             exactness: See `Engine`.
             forward: See `Engine`.
+            strict_width: See `Engine`.
             trust_remote_code: Whether code that comes with the model may run.
 
         Raises:
@@ -125,7 +134,15 @@ class Engine:
         from reader_rag.models import load_model
 
         loaded, tokenizer = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        return cls(loaded, tokenizer, draft=draft, exactness=exactness, forward=forward, name=model)
+        return cls(
+            loaded,
+            tokenizer,
+            draft=draft,
+            exactness=exactness,
+            forward=forward,
+            strict_width=strict_width,
+            name=model,
+        )
 
     def encode(self, text: str) -> Prompt:
         """Raw text to a prompt, with the special tokens that the tokenizer itself adds."""

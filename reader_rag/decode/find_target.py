@@ -20,7 +20,12 @@ _NEIGHBOURS = "kernels compute a row differently depending on its neighbours"
 
 
 def find_target(
-    model: PreTrainedModel, *, name: str, exactness: Exactness = "fast", forward: Forward = "auto"
+    model: PreTrainedModel,
+    *,
+    name: str,
+    exactness: Exactness = "fast",
+    forward: Forward = "auto",
+    strict_width: int | None = None,
 ) -> tuple[AnyTarget, Drafting]:
     """The best way to decode a model that gives its own output: with trees, with chains, or plainly.
 
@@ -32,6 +37,7 @@ def find_target(
         name: What messages call it.
         exactness: See `Engine`.
         forward: See `Engine`.
+        strict_width: See `Engine`.
 
     Returns:
         The target, and what it verifies.
@@ -46,7 +52,7 @@ def find_target(
         return _plain(model, name, f"{kind} models keep a state that cannot be rewound")
     why = _make_masked(model, name)
     if not why:
-        fixed = FixedShape() if exactness == "strict" else None
+        fixed = FixedShape.of(model, strict_width) if exactness == "strict" else None
         target, why = _tried(lambda: Target(model, fixed, forward), verifies_trees, "the tree mask or the positions")
         if target is not None:
             if exactness == "strict":

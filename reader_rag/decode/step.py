@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from reader_rag.config import Forward
 from reader_rag.decode.cache import TreeCache
-from reader_rag.decode.cpu_forward import CpuForward
+from reader_rag.decode.cpu_forward import CpuForward, slow_products
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import UnsupportedModelError
 
@@ -92,8 +92,23 @@ class FixedShape:
         bucket: Step in which the attended positions grow.
     """
 
-    width: int = 17
+    width: int = 16
     bucket: int = 256
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, width: int | None = None) -> FixedShape:
+        """The shape for a model where it lies.
+
+        Args:
+            model: The model.
+            width: Positions of a pass; None takes what pays on the kind of device (docs/exactness.md). It is never
+                measured, so that a machine always rounds the same way.
+        """
+        if width is None:
+            width = cls.width
+            if model.device.type == "cpu":
+                width = 8 if model.dtype == torch.float32 or not slow_products() else 4
+        return cls(width)
 
     def shown(self, root: int) -> int:
         """Positions attended to when the root stands at `root`."""

@@ -235,3 +235,16 @@ def test_fixed_shapes_compute_what_free_ones_do() -> None:
     logits = target.verify(7, random_tree(0, 3, VOCABULARY), cache)
     assert logits.shape == (4, VOCABULARY)
     assert error(logits[0], plain_logits(model, [*text, 7])) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slow", "width"),
+    [(torch.float32, True, 8), (torch.bfloat16, True, 4), (torch.bfloat16, False, 8), (torch.float16, True, 4)],
+)
+def test_fixed_shapes_are_as_wide_as_pays_on_the_kind_of_cpu(
+    dtype: torch.dtype, slow: bool, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "slow_products", lambda: slow)
+    model = make_model("Llama").to(dtype)
+    assert FixedShape.of(model).width == width
+    assert FixedShape.of(model, 5).width == 5
