@@ -52,11 +52,10 @@ def find_target(
         return _plain(model, name, f"{kind} models keep a state that cannot be rewound")
     why = _make_masked(model, name)
     if not why:
-        fixed = FixedShape.of(model, strict_width) if exactness == "strict" else None
-        target, why = _tried(lambda: Target(model, fixed, forward), verifies_trees, "the tree mask or the positions")
+        target, why = _tried(lambda: Target(model, None, forward), verifies_trees, "the tree mask or the positions")
         if target is not None:
             if exactness == "strict":
-                _make_strict(target, name)
+                target = _made_strict(target, FixedShape.of(model, strict_width), forward, name)
             return target, "tree"
     chains, why_not = _tried(lambda: Target(model, forward="torch", branches=False), verifies_chains, "a cache of ours")
     if chains is None:
@@ -134,22 +133,29 @@ def _make_masked(model: PreTrainedModel, name: str) -> str:
     return ""
 
 
-def _make_strict(target: Target, name: str) -> None:
-    """Make sure that the bits of a draft are those of plain decoding; how experts are multiplied may change for it.
+def _made_strict(free: Target, shape: FixedShape, forward: Forward, name: str) -> Target:
+    """A target whose drafts have the bits of plain decoding; how experts are multiplied may change for it.
+
+    Args:
+        free: The model in any shape, verified.
+        shape: The one to keep to, where rows depend on their neighbours.
+        forward: See `Engine`.
+        name: What messages call the model.
 
     Raises:
         UnsupportedModelError: They are not; the model is as it was.
     """
-    model: Any = target.model
+    model: Any = free.model
     before = getattr(model.config, "_experts_implementation", None)
     # Grouped by expert, a row's product depends on how many rows its expert got, though a check may not meet it.
     changes = before not in (None, "batched_mm") and model._can_set_experts_implementation()
     if changes:
         model.set_experts_implementation("batched_mm")
-    if keeps_bits(target) and (not changes or verifies_trees(target)):
+    target = Target(model, shape, forward)
+    if keeps_bits(target) and (not changes or verifies_trees(free)):
         if changes:
             _note(f"{name}: for exactness='strict', the model's experts are now 'batched_mm' instead of {before!r}")
-        return
+        return target
     if changes:
         model.set_experts_implementation(before)
     raise UnsupportedModelError(

@@ -120,7 +120,7 @@ def _keeps_bits(target: AnyTarget, text: int = 0, length: int = _PROMPT, chain: 
     """Whether a draft's bits are plain decoding's, behind `length` tokens; of a chain of so many, or of a forest."""
     tokens = _tokens(target, length + 1 + max(chain, 6), text)
     prompt, root, draft = tokens[:length], tokens[length], tokens[length + 1 :]
-    tree = DraftTree.from_chain(draft) if chain else _forest(draft)
+    tree = DraftTree.from_chain(draft[:chain]) if chain else _forest(draft)
     drafted = target.new_cache(len(prompt) + 1 + len(tree), len(tree))
     target.prefill(prompt, drafted)
     got = target.verify(root, tree, drafted)
