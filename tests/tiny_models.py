@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
+
+from reader_rag.decode.select import gumbel
 
 VOCABULARY = 96
 WINDOW = 16
@@ -157,6 +159,16 @@ class NoText:
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         """The empty text."""
         return ""
+
+
+class Noise(LogitsProcessor):
+    """The engine's own noise, as the last processor of a greedy `generate`: a draw."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.from_numpy(gumbel(self._seed, input_ids.shape[1], scores.shape[1]))
 
 
 @torch.inference_mode()

@@ -8,8 +8,28 @@ from typing import Any
 import pytest
 import torch
 from costs_stub import EverythingPays
-from tiny_models import CHAINS, EAGER_ONLY, MODELS, PLAIN, TREES, VOCABULARY, WINDOW, NoText, generated, make_model
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from tiny_models import (
+    CHAINS,
+    EAGER_ONLY,
+    MODELS,
+    PLAIN,
+    TREES,
+    VOCABULARY,
+    WINDOW,
+    Noise,
+    NoText,
+    generated,
+    make_model,
+)
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode import find_target, profiling
@@ -60,6 +80,10 @@ def test_drafted_answers_are_those_of_generate(name: str, attention: str | None)
         result = answer(engine, prompt)
         assert result.token_ids == expected
         drafted, accepted = drafted + result.stats.drafted, accepted + result.stats.accepted
+        sampled = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 7}
+        warpers = [TemperatureLogitsWarper(0.9), TopKLogitsWarper(40), TopPLogitsWarper(0.95), Noise(7)]
+        drawn = generated(model, prompt, TOKENS // 2, logits_processor=LogitsProcessorList(warpers))
+        assert answer(engine, prompt, TOKENS // 2, **sampled).token_ids == drawn
     if engine.drafting == "none":
         assert drafted == 0
     else:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from costs_stub import EverythingPays
+from tiny_models import Noise
 from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -46,7 +47,6 @@ from transformers import (
 from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.processors import OpenAIPenalties, make_processors, private
-from reader_rag.decode.select import gumbel
 from reader_rag.decode.types import Generation, Prompt
 from reader_rag.errors import ConfigError
 from reader_rag.grammar import Grammar
@@ -68,16 +68,6 @@ def engine(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 @pytest.fixture(scope="module")
 def prompt(engine: Engine) -> Prompt:
     return engine.encode(TEXT)
-
-
-class Noise(LogitsProcessor):
-    """The engine's own noise, as the last processor of a greedy `generate`: a draw."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + torch.from_numpy(gumbel(self._seed, input_ids.shape[1], scores.shape[1]))
 
 
 def theirs(
