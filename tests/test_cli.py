@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import threading
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from reader_rag.cli import app
 from reader_rag.config import GenerationConfig
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.types import CopiedSpan
+from reader_rag.errors import ReaderWarning
 from reader_rag.llm import ReaderLLM
 from reader_rag.rag import NOTHING_FOUND, FaissStore, SizedEmbedding
 from reader_rag.rag.citations import cite
@@ -33,8 +35,9 @@ from reader_rag.ui import chat as chat_module
 from reader_rag.ui.comparison import Comparison, Difference, compare
 from reader_rag.ui.loading import ModelOptions
 from reader_rag.ui.show import show_citations, show_comparison, show_sources
+from reader_rag.ui.terminal import quiet_libraries
 
-COMMANDS = ["ingest", "ask", "chat", "demo", "models list", "models get", "bench generate"]
+COMMANDS = ["ingest", "ask", "chat", "demo", "models list", "models get", "verify", "bench generate"]
 HERON = "The heron stands still in shallow water and spears fish with its bill.\n"
 OWL = "The owl hunts at night and finds mice by their sound alone.\n"
 ESCAPE = "\x1b"
@@ -588,3 +591,13 @@ def test_a_real_chat(real_store: Path, real_llm: None) -> None:
     assert result.exit_code == 0
     assert re.search(r"\[1\] owl\.txt", result.stdout)
     assert result.stderr == ""
+
+
+def test_what_is_told_of_a_model_is_one_line_and_other_warnings_are_held_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with warnings.catch_warnings():
+        quiet_libraries()
+        warnings.warn("a library's", UserWarning, stacklevel=1)
+        warnings.warn("decoded without\ndrafts", ReaderWarning, stacklevel=1)
+    assert capsys.readouterr().err == "warning: decoded without drafts\n"

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from reader_rag.errors import ReaderWarning
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _QUIET_ENVIRONMENT = {
@@ -65,9 +67,15 @@ def quiet_libraries() -> None:
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    warnings.simplefilter("default", ReaderWarning)
+    warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal's encoding lacks
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print_warning(one_line(str(message)))
 
 
 @contextmanager
