@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from reader_rag.errors import ConfigError
@@ -77,8 +79,9 @@ class GenerationConfig:
             it.
         frequency_penalty: The same, times how often the answer contains it.
         no_repeat_ngram: No sequence of so many tokens comes twice, the prompt's included; 0 is off.
-        min_tokens: The answer does not end with an end-of-sequence token before it has so many tokens.
-        bad_words: Texts that never come, at the beginning of a word.
+        min_tokens: No end-of-sequence token comes before there are so many tokens (unless a processor of one's own
+            brings it).
+        bad_words: Words that do not come in the tokens that they are usually spelled in, alone or behind a space.
         suppress_tokens: Token ids that never come.
         grammar: What the answer must look like; see docs/grammar.md.
         ignore_eos: Go on after the end-of-sequence token (for benchmarks).
@@ -110,49 +113,53 @@ class GenerationConfig:
     record_margins: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
+        self._integer("max_tokens", "at least 1", lambda n: n >= 1)
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
-            _require(not isinstance(texts, str), f"{name} must be a tuple of strings, not one string")
+            _require(isinstance(texts, (tuple, list)), f"{name} must be a tuple of strings, not {texts!r}")
             _require(all(isinstance(s, str) and s for s in texts), f"{name} must not hold empty strings")
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0.0,
-            f"temperature must be a number of at least 0, not {self.temperature}",
-        )
+        self._number("temperature", "a number of at least 0", lambda x: x >= 0.0)
         _require(
             self.temperature == 0.0 or self.temperature >= _LEAST_TEMPERATURE,
             f"temperature {self.temperature} divides logits beyond float32; use 0 for greedy decoding",
         )
-        _require(self.top_k >= 0, f"top_k must be at least 0 (0: all tokens), not {self.top_k}")
-        _require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], not {self.top_p}")
-        _require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1] (0: all tokens), not {self.min_p}")
-        _require(0.0 < self.typical_p <= 1.0, f"typical_p must be in (0, 1], not {self.typical_p}")
-        _require(self.seed is None or 0 <= self.seed < 2**64, f"seed must be in 0..2**64-1, not {self.seed}")
-        _require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0,
-            f"repetition_penalty must be above 0 (1: off), not {self.repetition_penalty}",
-        )
+        self._integer("top_k", "at least 0 (0: all tokens)", lambda n: n >= 0)
+        self._number("top_p", "in (0, 1]", lambda x: 0.0 < x <= 1.0)
+        self._number("min_p", "in [0, 1] (0: all tokens)", lambda x: 0.0 <= x <= 1.0)
+        self._number("typical_p", "in (0, 1]", lambda x: 0.0 < x <= 1.0)
+        if self.seed is not None:
+            self._integer("seed", "in 0..2**64-1", lambda n: 0 <= n < 2**64)
+        self._number("repetition_penalty", "above 0 (1: off)", lambda x: x > 0.0)
         for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2] (0: off), not {value}")
-        _require(self.no_repeat_ngram >= 0, f"no_repeat_ngram must be at least 0 (0: off), not {self.no_repeat_ngram}")
+            self._number(name, "in [-2, 2] (0: off)", lambda x: -2.0 <= x <= 2.0)
+        self._integer("no_repeat_ngram", "at least 0 (0: off)", lambda n: n >= 0)
+        self._integer("min_tokens", f"in 0..max_tokens ({self.max_tokens})", lambda n: 0 <= n <= self.max_tokens)
         _require(
-            0 <= self.min_tokens <= self.max_tokens,
-            f"min_tokens must be in 0..max_tokens ({self.max_tokens}), not {self.min_tokens}",
-        )
-        _require(
-            all(isinstance(token, int) and token >= 0 for token in self.suppress_tokens),
-            f"suppress_tokens must be token ids, not {self.suppress_tokens}",
+            isinstance(self.suppress_tokens, (tuple, list))
+            and all(_is_integer(token) and token >= 0 for token in self.suppress_tokens),
+            f"suppress_tokens must be a tuple of token ids, not {self.suppress_tokens!r}",
         )
         _require(
             self.grammar is None or isinstance(self.grammar, Grammar),
             f"grammar must be a Grammar, e.g. Grammar.json_schema(...), not {type(self.grammar).__name__}",
         )
-        _require(
-            self.grammar is None or not self.ignore_eos,
-            "ignore_eos goes on behind the end that a grammar sets; give one of them only",
-        )
-        _require(
-            self.logprobs is None or 0 <= self.logprobs <= _MOST_LOGPROBS,
-            f"logprobs must be 0..{_MOST_LOGPROBS} or None, not {self.logprobs}",
-        )
+        for name in ("ignore_eos", "min_tokens"):
+            _require(
+                self.grammar is None or not getattr(self, name),
+                f"{name} goes on behind the end that a grammar sets; give one of them only",
+            )
+        if self.logprobs is not None:
+            self._integer("logprobs", f"0..{_MOST_LOGPROBS} or None", lambda n: 0 <= n <= _MOST_LOGPROBS)
+
+    def _integer(self, name: str, range_: str, fits: Callable[[int], bool]) -> None:
+        value = getattr(self, name)
+        _require(_is_integer(value) and fits(value), f"{name} must be {range_}, not {value!r}")
+
+    def _number(self, name: str, range_: str, fits: Callable[[float], bool]) -> None:
+        value = getattr(self, name)
+        right = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        _require(right and fits(value), f"{name} must be {range_}, not {value!r}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

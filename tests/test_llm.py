@@ -162,7 +162,6 @@ class TestSettings:
             "presence_penalty": 0.5,
             "frequency_penalty": -0.5,
             "no_repeat_ngram": 3,
-            "min_tokens": 2,
             "bad_words": ("x",),
             "suppress_tokens": (4,),
             "include_stop": True,

@@ -110,7 +110,6 @@ PLAIN: dict[str, dict[str, Any]] = {
     | EXPERTS
     | {"num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    "RecurrentGemma": COMMON | UNTIED | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": WINDOW},
     "Rwkv": {"vocab_size": VOCABULARY, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
     "Bamba": COMMON
     | {"num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 8}
@@ -125,6 +124,10 @@ PLAIN: dict[str, dict[str, Any]] = {
 """Models that keep a state which cannot be rewound: they are decoded plainly."""
 
 MODELS: dict[str, dict[str, Any]] = TREES | CHAINS | PLAIN
+MIXED_UP: dict[str, dict[str, Any]] = {
+    "RecurrentGemma": COMMON | UNTIED | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": WINDOW},
+}
+"""Models that keep what they read of a text in their own modules: texts that are read in turn get mixed up."""
 EAGER_ONLY = {"GptOss", "Gemma2", "GPTJ", "Bloom", "Mpt", "GPTNeo", "Rwkv"}
 """Models whose own choice of attention is "eager", or the only one."""
 

@@ -153,6 +153,8 @@ def machine(engine: Engine) -> dict[str, Any]:
         "model": engine.name,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "exactness": engine.exactness,
+        "drafting": engine.drafting,
+        "quantized": bool(getattr(engine.model, "is_quantized", False)),
         "forward": "compiled" if engine.target.cpu is not None else "torch",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "cores": os.cpu_count(),

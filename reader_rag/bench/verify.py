@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +31,7 @@ class Difference:
         plain: That token's text in the plain answer; empty if that answer ends there.
         reader: The same in the drafted answer.
         margin: How far the plain answer's token lay above the second best, in logits (noise included where sampled):
-            the smaller, the likelier is rounding.
+            the smaller, the likelier is rounding. None where there was no second, or the answer had ended.
     """
 
     prompt: str
@@ -38,7 +39,7 @@ class Difference:
     position: int
     plain: str
     reader: str
-    margin: float
+    margin: float | None
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Verification:
         machine: Model, type, device and versions.
         answers: Pairs of answers.
         tokens: Tokens compared: of each pair up to its first difference, that one included.
+        drafted: Drafted nodes.
+        accepted: Those that were accepted; without any, nothing was put to the test.
         other_bits: At how many of them the logits are not the same to the last bit.
         differences: The first of each pair that has one.
         plain_s: Seconds of plain decoding, the prompts' prefill left out.
@@ -60,6 +63,8 @@ class Verification:
     machine: dict[str, Any]
     answers: int = 0
     tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     other_bits: int = 0
     differences: list[Difference] = field(default_factory=list)
     plain_s: float = 0.0
@@ -75,7 +80,8 @@ class Verification:
     @property
     def must_agree(self) -> bool:
         """Whether tokens must be the same: in strict mode, and where rounding is too fine to be seen."""
-        return self.strict or self.machine["dtype"] in ("float32", "float64")
+        fine = self.machine["dtype"] in ("float32", "float64") and not self.machine["quantized"]
+        return self.strict or fine
 
     @property
     def passed(self) -> bool:
@@ -159,6 +165,8 @@ def _answer(engine: Engine, prompt: Prompt, generation: GenerationConfig, outcom
     if generation.speculate:
         outcome.reader_s += seconds
         outcome.reader_tokens += len(result.token_ids) - 1
+        outcome.drafted += result.stats.drafted
+        outcome.accepted += result.stats.accepted
     else:
         outcome.plain_s += seconds
         outcome.plain_tokens += len(result.token_ids) - 1
@@ -181,5 +189,6 @@ def _compare(
         def text(tokens: tuple[int, ...]) -> str:
             return str(engine.tokenizer.decode(list(tokens[position : position + 1])))
 
-        margin = plain.margins[position] if position < len(plain.margins) else 0.0
+        held = plain.margins[position] if position < len(plain.margins) else math.inf
+        margin = held if math.isfinite(held) else None
         outcome.differences.append(Difference(name, seed, position, text(plain.tokens), text(reader.tokens), margin))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from reader_rag.bench.terminal import progress
-from reader_rag.errors import ConfigError
+from reader_rag.errors import ConfigError, ReaderWarning
 
 if TYPE_CHECKING:
+    from reader_rag.bench.inputs import BenchPrompt
     from reader_rag.bench.verify import Verification
     from reader_rag.decode.engine import Engine
     from reader_rag.decode.types import Prompt
@@ -34,9 +36,12 @@ def verify(
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each category.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    exactness: Annotated[str, typer.Option(help="fast, or strict: every bit must be the same.")] = "fast",
+    exactness: Annotated[
+        Literal["fast", "strict"], typer.Option(help="fast, or strict: every bit must be the same.")
+    ] = "fast",
     forward: Annotated[
-        str, typer.Option(help="auto, or torch: call the model's own forward where compiled loops know it.")
+        Literal["auto", "torch"],
+        typer.Option(help="auto, or torch: call the model's own forward where compiled loops know it."),
     ] = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
@@ -51,7 +56,7 @@ def verify(
     """Decode prompts with drafts and without, and report every difference.
 
     Exit status: 1 if tokens differ where they must not (float32, or --exactness strict, where every bit of the logits
-    must be the same too).
+    must be the same too), and for an error, which is one line on standard error and no report.
     """
     from reader_rag.bench.verify import verify as run
     from reader_rag.config import GenerationConfig
@@ -65,16 +70,16 @@ def verify(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    numbers = _seeds(seeds)
+    numbers, held = _seeds(seeds), _held(prompts, categories, limit)
     engine = Engine.load(
         model,
         dtype=dtype,
         device=device,
-        exactness=exactness,  # type: ignore[arg-type]
-        forward=forward,  # type: ignore[arg-type]
+        exactness=exactness,
+        forward=forward,
         trust_remote_code=trust_remote_code,
     )
-    outcome = run(engine, _prompts(engine, prompts, categories, limit), generation, numbers, progress())
+    outcome = run(engine, _encoded(engine, held), generation, numbers, progress())
     if as_json:
         typer.echo(json.dumps(outcome.to_dict(), indent=1))
     else:
@@ -89,27 +94,38 @@ def _seeds(text: str) -> list[int]:
         seeds = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         seeds = []
-    if not seeds:
-        raise ConfigError(f"--seeds takes numbers, comma-separated, not {text!r}")
+    if not seeds or not all(0 <= seed < 2**64 for seed in seeds):
+        raise ConfigError(f"--seeds takes numbers from 0 up, comma-separated, not {text!r}")
     return seeds
 
 
-def _prompts(engine: Engine, path: Path | None, categories: str, limit: int | None) -> list[tuple[str, Prompt]]:
+def _held(path: Path | None, categories: str, limit: int | None) -> list[BenchPrompt]:
     from reader_rag.bench.inputs import read_prompts
     from reader_rag.bench.own_prompts import own_prompts
 
     wanted = [c for c in categories.split(",") if c]
     if path is not None:
-        held = read_prompts(path, wanted, limit)
-    else:
-        held = [p for p in own_prompts(_OWN if limit is None else limit) if not wanted or p.category in wanted]
-        if not held:
-            raise ConfigError(f"--categories {categories}: without --prompts there are rag, summarization and chat")
+        return read_prompts(path, wanted, limit)
+    held = [p for p in own_prompts(_OWN if limit is None else limit) if not wanted or p.category in wanted]
+    if not held:
+        raise ConfigError(f"--categories {categories}: without --prompts there are rag, summarization and chat")
+    return held
+
+
+def _encoded(engine: Engine, held: list[BenchPrompt]) -> list[tuple[str, Prompt]]:
+    """The prompts in tokens; those that the model has no room for are left out, with a note."""
     has_template = bool(getattr(engine.tokenizer, "chat_template", None))
-    return [
-        (p.id, engine.encode_chat([{"role": "user", "content": p.text}]) if has_template else engine.encode(p.text))
-        for p in held
-    ]
+    encoded = []
+    for p in held:
+        chat = [{"role": "user", "content": p.text}]
+        prompt = engine.encode_chat(chat) if has_template else engine.encode(p.text)
+        if len(prompt.token_ids) >= engine.context_window:
+            warnings.warn(f"{p.id}: longer than the model's context window, left out", ReaderWarning, stacklevel=2)
+            continue
+        encoded.append((p.id, prompt))
+    if not encoded:
+        raise ConfigError("every prompt is longer than the model's context window; give shorter ones")
+    return encoded
 
 
 def lines(outcome: Verification) -> list[str]:
@@ -119,16 +135,18 @@ def lines(outcome: Verification) -> list[str]:
         f"{machine['model']}, {machine['dtype']}, {machine['exactness']}, {machine['device']}",
         f"{outcome.tokens} tokens of {outcome.answers} answers compared: {len(outcome.differences)} differ; "
         f"{outcome.other_bits} positions whose logits differ in some bit",
+        f"{outcome.accepted} of {outcome.drafted} drafted tokens were accepted"
+        + ("" if outcome.drafted else ": nothing was drafted, so nothing was put to the test"),
     ]
     for held in outcome.differences[:_SHOWN]:
         seed = "" if held.seed is None else f", seed {held.seed}"
         found.append(
             f"  {held.prompt}{seed}, token {held.position}: plain {held.plain!r}, drafted {held.reader!r}, "
-            f"margin {held.margin:.4g}"
+            f"margin {'unknown' if held.margin is None else format(held.margin, '.4g')}"
         )
     if len(outcome.differences) > _SHOWN:
         found.append(f"  and {len(outcome.differences) - _SHOWN} more (--json lists all)")
-    if outcome.plain_tokens and outcome.reader_tokens:
+    if outcome.drafted and outcome.plain_tokens:
         plain, reader = outcome.plain_tokens / outcome.plain_s, outcome.reader_tokens / outcome.reader_s
         found.append(f"plain {plain:.1f} tokens/s, drafted {reader:.1f}: {reader / plain:.2f} times")
     if outcome.passed and outcome.must_agree:

@@ -95,7 +95,8 @@ class Engine:
         self.drafting: Drafting = found
         self.context_window = self.target.context_window or _UNKNOWN_WINDOW
         self.eos_ids = _eos_ids(model, tokenizer)
-        self.lock = threading.Lock()
+        # Reentrant: a processor or a criterion may ask the engine something itself.
+        self.lock = threading.RLock()
         self.costs: StepCosts | None = None
         """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""
         self.learned = LearnedByTenant(_profile(model, tokenizer))
@@ -215,7 +216,8 @@ class Engine:
 
         Raises:
             PromptError: The prompt is empty or leaves no room in the model's context.
-            ConfigError: A processor, a criterion or a setting cannot be used.
+            ConfigError: A processor, a criterion, a grammar or a setting cannot be used.
+            MissingDependencyError: There is a grammar, and llguidance is not installed.
         """
         length = len(prompt.token_ids)
         if not length:
@@ -226,11 +228,11 @@ class Engine:
                 "shorten it, or retrieve fewer passages (--top-k)"
             )
         generation = generation or GenerationConfig()
+        processors, criteria = private(logits_processor, stopping_criteria)
         constraint = None
         if selector is None:
             constraint = self._constraint(prompt, generation)
-            selector = self.selector(prompt, generation, logits_processor, constraint)
-        criteria = private(stopping_criteria, "stopping_criteria")
+            selector = self.selector(prompt, generation, processors, constraint)
         draft = draft or self.draft
         return GenerationStream(self, prompt, generation, passages, tenant, draft, selector, criteria, constraint)
 
@@ -251,7 +253,7 @@ class Engine:
         Args:
             prompt: See `stream`, here and below.
             generation: Its grammar is held by `constraint`.
-            logits_processor: The caller's own.
+            logits_processor: The caller's own; they are not copied.
             constraint: The grammar's state in this answer; None makes a new one where there is a grammar.
 
         Raises:
@@ -264,7 +266,7 @@ class Engine:
             prompt_tokens=len(prompt.token_ids),
             eos_ids=sorted(self.eos_ids),
             device=self.target.device,
-            given=private(logits_processor, "logits_processor"),
+            given=logits_processor,
             last=[] if constraint is None else [constraint],
         )
         return make_selector(generation, processors)

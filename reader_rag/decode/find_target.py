@@ -111,7 +111,7 @@ def _plain(model: PreTrainedModel, name: str, why: str) -> tuple[AnyTarget, Draf
     if not right:
         raise UnsupportedModelError(
             f"{name}: drafts cannot be verified on {type(model).__name__} ({why}), and one token at a time it gives "
-            "other logits than for a whole text"
+            "other logits than for a whole text, or mixes texts that are read in turn"
         )
     _note(f"{name}: decoded without drafts, one token at a time ({why})")
     return target, "none"
@@ -123,14 +123,17 @@ def _make_masked(model: PreTrainedModel, name: str) -> str:
         return ""
     before = attention_of(model)
     why = f"the attention backend {before!r} takes no tree mask"
-    try:
-        model.set_attn_implementation("sdpa")
-    except (ValueError, ImportError, AttributeError) as cause:
-        return f"{why}, and 'sdpa' cannot be used: {_in_one_line(cause)}"
-    if not takes_masks(model):
-        return f"{why}, and it cannot be changed"
-    _note(f"{name}: {why}; the model's attention is now 'sdpa'")
-    return ""
+    refusals = []
+    for backend in ("sdpa", "eager"):
+        try:
+            model.set_attn_implementation(backend)
+        except (ValueError, ImportError, AttributeError) as cause:
+            refusals.append(f"{backend!r} cannot be used: {_in_one_line(cause)}")
+            continue
+        if takes_masks(model):
+            _note(f"{name}: {why}; the model's attention is now {backend!r}")
+            return ""
+    return f"{why}, and {' and '.join(refusals) or 'it cannot be changed'}"
 
 
 def _made_strict(free: Target, shape: FixedShape, forward: Forward, name: str) -> Target:
@@ -151,13 +154,17 @@ def _made_strict(free: Target, shape: FixedShape, forward: Forward, name: str) -
     changes = before not in (None, "batched_mm") and model._can_set_experts_implementation()
     if changes:
         model.set_experts_implementation("batched_mm")
-    target = Target(model, shape, forward)
-    if keeps_bits(target) and (not changes or verifies_trees(free)):
+    kept = False
+    try:
+        target = Target(model, shape, forward)
+        kept = keeps_bits(target) and (not changes or verifies_trees(free))
+    finally:
+        if changes and not kept:
+            model.set_experts_implementation(before)
+    if kept:
         if changes:
             _note(f"{name}: for exactness='strict', the model's experts are now 'batched_mm' instead of {before!r}")
         return target
-    if changes:
-        model.set_experts_implementation(before)
     raise UnsupportedModelError(
         f"{name} on {target.device}: {_NEIGHBOURS}, so exactness='strict' cannot be kept; use exactness='fast', or "
         "dtype='float32'"
@@ -170,4 +177,4 @@ def _in_one_line(cause: Exception) -> str:
 
 
 def _note(message: str) -> None:
-    warnings.warn(message, ReaderWarning, stacklevel=4)
+    warnings.warn(message, ReaderWarning, stacklevel=2)

@@ -254,7 +254,13 @@ class Constraint:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask scores [1, vocabulary] behind `input_ids` [1, length]; errors as in `GrammarState`."""
         self._follow(input_ids[0, self._followed :].tolist())
-        return self._state.mask(scores[0])[None]
+        masked = self._state.mask(scores[0])
+        # `argmax` would take the first token of the vocabulary, whatever it is.
+        if bool(torch.isneginf(masked).all()):
+            raise GrammarError(
+                "penalties, bans or processors forbid every token that the grammar allows here; leave one of them out"
+            )
+        return masked[None]
 
     def shape(self, tree: DraftTree, sequence: NDArray[np.int32], max_nodes: int, max_depth: int) -> DraftTree:
         """Fit a draft to the grammar; see `GrammarState.shape`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import (
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -122,35 +123,62 @@ def _bad_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
     return spelled
 
 
-def private(objects: Sequence[Any], kind: str) -> list[Any]:
+def private(processors: Sequence[Any], criteria: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Copies for one answer, so that what a processor remembers of one answer never reaches another.
 
-    Models, tokenizers and functions that an object refers to are shared, not copied.
+    What several of them share they share as copies too. Models and tokenizers are not copied, nor can plain functions
+    be: what these remember is their caller's.
 
     Args:
-        objects: Logits processors or stopping criteria.
-        kind: What messages call them.
+        processors: Logits processors.
+        criteria: Stopping criteria.
 
     Raises:
-        ConfigError: One of them cannot be called or copied.
+        ConfigError: One of them cannot be called with token ids and scores, or cannot be copied.
     """
-    copies = []
+    given = list(_listed(processors, "logits_processor")), list(_listed(criteria, "stopping_criteria"))
+    memo: dict[int, Any] = {}
+    _find_shared(given, memo, set())
+    try:
+        copied: tuple[list[Any], list[Any]] = copy.deepcopy(given, memo)
+    except Exception as cause:
+        raise ConfigError(
+            "a logits processor or a stopping criterion cannot be copied, and what it remembers of one answer must not "
+            f"reach another; give it a __deepcopy__ ({cause})"
+        ) from cause
+    return copied
+
+
+def _listed(objects: Any, kind: str) -> Sequence[Any]:
+    if not isinstance(objects, (list, tuple)):
+        raise ConfigError(f"{kind} must be a list, not {type(objects).__name__}")
     for held in objects:
-        if not callable(held):
+        if isinstance(held, type) or not callable(held):
             raise ConfigError(f"{kind} must be callable with token ids and scores; {held!r} is not")
-        if inspect.isroutine(held):
-            copies.append(held)
-            continue
-        shared = {
-            id(value): value
-            for value in getattr(held, "__dict__", {}).values()
-            if isinstance(value, (torch.nn.Module, PreTrainedTokenizerBase)) or inspect.isroutine(value)
-        }
         try:
-            copies.append(copy.deepcopy(held, shared))
-        except Exception as cause:
-            raise ConfigError(
-                f"{kind}: {type(held).__name__} cannot be copied, and what it remembers of one answer must not reach "
-                f"another ({cause}); give it a __deepcopy__, or pass a function"
-            ) from cause
-    return copies
+            inspect.signature(held).bind(None, None)
+        except TypeError as cause:
+            raise ConfigError(f"{kind}: {held!r} must be callable with token ids and scores ({cause})") from cause
+        except ValueError:  # a builtin that does not say what it takes
+            continue
+    return objects
+
+
+def _find_shared(held: Any, memo: dict[int, Any], visited: set[int]) -> None:
+    """Put models and tokenizers that `held` refers to, however deep, into the memo of a copy: they stay themselves."""
+    if id(held) in visited or isinstance(held, (str, bytes, int, float, torch.Tensor)):
+        return
+    visited.add(id(held))
+    if isinstance(held, (PreTrainedModel, PreTrainedTokenizerBase)):
+        memo[id(held)] = held
+        return
+    if isinstance(held, Mapping):
+        parts: Iterable[Any] = held.values()
+    elif isinstance(held, (list, tuple, set, frozenset)):
+        parts = held
+    elif inspect.ismethod(held):
+        parts = (held.__self__,)
+    else:
+        parts = () if isinstance(held, type) else getattr(held, "__dict__", {}).values()
+    for part in parts:
+        _find_shared(part, memo, visited)

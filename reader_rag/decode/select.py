@@ -107,18 +107,20 @@ class Processed:
         Raises:
             ConfigError: A processor returned something else than scores.
         """
-        # A copy: processors may write into what they get, and others read these logits.
-        scores = verified.logits[row : row + 1].to(torch.float32, copy=True)
-        shape = scores.shape
-        ids = torch.from_numpy(verified.prefix(row))[None].to(scores.device)
-        for processor in self._processors:
-            scores = processor(ids, scores)
-            if not isinstance(scores, torch.Tensor) or scores.shape != shape:
-                raise ConfigError(
-                    f"the logits processor {type(processor).__name__} must return scores of shape {tuple(shape)}, "
-                    f"not {tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__}"
-                )
-        return scores[0]
+        # As in `generate`: a processor may compute gradients, for which it needs ordinary tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            # A copy: processors may write into what they get, and others read these logits.
+            scores = verified.logits[row : row + 1].to(torch.float32, copy=True)
+            shape = scores.shape
+            ids = torch.from_numpy(verified.prefix(row))[None].to(scores.device)
+            for processor in self._processors:
+                scores = processor(ids, scores)
+                if not isinstance(scores, torch.Tensor) or scores.shape != shape:
+                    raise ConfigError(
+                        f"the logits processor {type(processor).__name__} must return scores of shape {tuple(shape)}, "
+                        f"not {tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__}"
+                    )
+            return scores[0]
 
 
 def gumbel(seed: int, position: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

@@ -175,6 +175,7 @@ class GenerationStream(Iterator[Chunk]):
         nothing = DraftTree.empty()
         token = self._select(Verified(logits, nothing, state.index.sequence))(0)
         self._counts["cache_bytes"] = state.cache.nbytes
+        self._take(token)
         self._record(logits, [0], [token])
         self._emit(state, nothing, [], [token])
         self._seconds["ttft"] = time.perf_counter() - started
@@ -191,7 +192,7 @@ class GenerationStream(Iterator[Chunk]):
         logits = self._engine.target.verify(root, tree, state.cache)
         state.learn(root, tree, logits)
         target = self._select(Verified(logits, tree, state.index.sequence))
-        accepted, emitted = walk(tree, lambda node: target(node + 1), self._ends_at)
+        accepted, emitted = walk(tree, lambda node: target(node + 1), self._take)
         rows = [0, *(node + 1 for node in accepted)]
         state.cache.keep(rows)
         self._counts["steps"] += 1
@@ -228,26 +229,9 @@ class GenerationStream(Iterator[Chunk]):
             return tree
         return tree.head(costs.best_size(tree, state.cache.length, state.builder.luck))
 
-    def _emit(self, state: _State, tree: DraftTree, accepted: list[int], emitted: list[int]) -> None:
-        """Take tokens one at a time, as plain decoding would, until one of them ends the answer."""
-        taken: list[int] = []
-        for k, token in enumerate(emitted):
-            self._tokens.append(token)
-            if k < len(accepted):
-                self._accepted[state.copied(tree, accepted[k], token)] += 1
-            else:
-                state.provenance.undrafted(token)
-            taken.append(token)
-            if self._ends(token):
-                break
-        del self._margins[len(self._tokens) :]
-        del self._logprobs[len(self._tokens) :]
-        state.builder.observe(taken)
-        state.index.extend(taken)
-        if self._finish is not None:
-            self._text.finish()
-
-    def _ends(self, token: int) -> bool:
+    def _take(self, token: int) -> bool:
+        """Take one emitted token, as plain decoding would; whether the answer ends with it."""
+        self._tokens.append(token)
         if token in self._ends_at:
             self._text.ends.append(len(self._text.text))
             self._finish = "stop"
@@ -256,6 +240,18 @@ class GenerationStream(Iterator[Chunk]):
         elif len(self._tokens) >= self._max_tokens:
             self._finish = "length"
         return self._finish is not None
+
+    def _emit(self, state: _State, tree: DraftTree, accepted: list[int], emitted: list[int]) -> None:
+        """Note where the emitted tokens came from, and learn how the draft fared."""
+        for k, token in enumerate(emitted):
+            if k < len(accepted):
+                self._accepted[state.copied(tree, accepted[k], token)] += 1
+            else:
+                state.provenance.undrafted(token)
+        state.builder.observe(emitted)
+        state.index.extend(emitted)
+        if self._finish is not None:
+            self._text.finish()
 
     def _criterion_met(self) -> bool:
         if not self._criteria:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 from reader_rag.draft.tree import DraftTree
 
 
-def walk(tree: DraftTree, target: Callable[[int], int], ends: Container[int] = ()) -> tuple[list[int], list[int]]:
+def walk(
+    tree: DraftTree, target: Callable[[int], int], ends: Callable[[int], bool] = lambda token: False
+) -> tuple[list[int], list[int]]:
     """Follow the tree from its root for as long as it carries the target's own token.
 
     Args:
         tree: The verified draft.
         target: The token that the target emits after a node (-1: the root). Called once per visited node, from the
             root down, so a sampled token is drawn once and kept.
-        ends: Tokens behind which nothing is asked.
+        ends: Told each emitted token, in order, before anything is asked about the next; whether the text ends with it.
 
     Returns:
         The accepted nodes, and the emitted tokens: theirs and the target's own after the last of them. With m nodes
-        accepted, m + 1 tokens are emitted, or m if the last of them is one of `ends`.
+        accepted, m + 1 tokens are emitted, or m if the text ends with the last of them.
     """
     accepted: list[int] = []
     emitted: list[int] = []
@@ -26,10 +28,10 @@ def walk(tree: DraftTree, target: Callable[[int], int], ends: Container[int] = (
     while True:
         token = target(node)
         emitted.append(token)
+        ended = ends(token)
         child = tree.child(node, token)
-        if child is None:
-            return accepted, emitted
-        accepted.append(child)
-        if token in ends:
+        if child is not None:
+            accepted.append(child)
+        if ended or child is None:
             return accepted, emitted
         node = child

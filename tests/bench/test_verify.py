@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from costs_stub import EverythingPays
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -42,13 +41,18 @@ def prompts(engine: Engine) -> list[tuple[str, Prompt]]:
 
 
 def accepts_anything(
-    tree: DraftTree, target: Callable[[int], int], ends: Container[int] = ()
+    tree: DraftTree, target: Callable[[int], int], ends: Callable[[int], bool]
 ) -> tuple[list[int], list[int]]:
     """A wrong rule: the first drafted token is accepted whatever the target says."""
     if not len(tree):
         return walk(tree, target, ends)
     target(-1)
-    return [0], [int(tree.tokens[0]), target(0)]
+    first = int(tree.tokens[0])
+    if ends(first):
+        return [0], [first]
+    second = target(0)
+    ends(second)
+    return [0], [first, second]
 
 
 def test_what_is_equal_passes(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
@@ -57,6 +61,7 @@ def test_what_is_equal_passes(engine: Engine, prompts: list[tuple[str, Prompt]])
     assert outcome.must_agree
     assert (outcome.answers, outcome.tokens, outcome.differences) == (2, 40, [])
     assert outcome.plain_tokens == outcome.reader_tokens == 38
+    assert 0 < outcome.accepted < outcome.drafted
 
 
 def test_sampled_answers_are_compared_for_every_seed(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
@@ -89,7 +94,7 @@ def test_a_wrong_rule_fails_and_shows_where(
 def test_margins_are_those_of_the_choice_with_its_noise(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
     prompt = prompts[0][1]
     greedy = engine.generate(prompt, replace(SETTINGS, record_margins=True))
-    outcome = Verification({"exactness": "fast", "dtype": "float32"})
+    outcome = Verification({"exactness": "fast", "dtype": "float32", "quantized": False})
     answer = module._answer(engine, prompt, SETTINGS, outcome)
     assert answer.margins[: len(greedy.margins)] == pytest.approx(list(greedy.margins), abs=1e-4)
     drawn = module._answer(engine, prompt, replace(SETTINGS, temperature=2.0, seed=3), outcome)
@@ -97,8 +102,8 @@ def test_margins_are_those_of_the_choice_with_its_noise(engine: Engine, prompts:
 
 
 def result(dtype: str = "float32", exactness: str = "fast", **fields: Any) -> Verification:
-    about = {"model": "m", "dtype": dtype, "exactness": exactness, "device": "d"}
-    return Verification(about, answers=2, tokens=100, **fields)
+    about = {"model": "m", "dtype": dtype, "exactness": exactness, "device": "d", "quantized": False}
+    return Verification(about, **{"answers": 2, "tokens": 100, "drafted": 60, "accepted": 40} | fields)
 
 
 DIFFERENCE = Difference("p0", 4, 17, " a", " b", 0.0123)
@@ -127,10 +132,11 @@ def test_a_report_names_each_difference() -> None:
     outcome = replace(outcome, reader_s=1.0, reader_tokens=10)
     text = lines(outcome)
     assert text[1] == "100 tokens of 2 answers compared: 22 differ; 30 positions whose logits differ in some bit"
-    assert text[2] == "  p0, seed 4, token 17: plain ' a', drafted ' b', margin 0.0123"
-    assert text[22] == "  and 2 more (--json lists all)"
-    assert text[23] == "plain 5.0 tokens/s, drafted 10.0: 2.00 times"
-    assert text[24] == "bfloat16 rounds, and --exactness fast allows for that; strict does not"
+    assert text[2] == "40 of 60 drafted tokens were accepted"
+    assert text[3] == "  p0, seed 4, token 17: plain ' a', drafted ' b', margin 0.0123"
+    assert text[23] == "  and 2 more (--json lists all)"
+    assert text[24] == "plain 5.0 tokens/s, drafted 10.0: 2.00 times"
+    assert text[25] == "bfloat16 rounds, and --exactness fast allows for that; strict does not"
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +189,9 @@ def test_a_difference_is_exit_status_1(folder: Path, monkeypatch: pytest.MonkeyP
     ("arguments", "message"),
     [
         (["--seeds", "one"], "--seeds takes numbers"),
+        (["--seeds", "0,-1"], "--seeds takes numbers from 0 up"),
+        (["--prompts", "/no/such/file"], "cannot read /no/such/file"),
+        (["--categories", "songs"], "there are rag, summarization and chat"),
         (["--top-p", "0"], "top_p must be in"),
         (["--temperature", "-1"], "temperature must be"),
     ],
@@ -193,13 +202,38 @@ def test_bad_settings_are_refused_before_the_model_is_loaded(arguments: list[str
     assert message in done.output
 
 
-def test_an_unknown_category_is_refused(folder: Path) -> None:
-    done = run("--model", folder, "--categories", "songs", "--device", "cpu")
-    assert done.exit_code != 0
-    assert "there are rag, summarization and chat" in done.output
+def test_without_drafts_nothing_was_put_to_the_test() -> None:
+    text = lines(result(drafted=0, accepted=0, plain_s=1.0, plain_tokens=9, reader_s=1.0, reader_tokens=9))
+    assert "nothing was drafted, so nothing was put to the test" in text[2]
+    assert not any("times" in line for line in text)
 
 
-def test_torch_is_told_apart_from_compiled_loops(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
-    assert engine.target.cpu is not None
-    assert verify(engine, prompts[:1], replace(SETTINGS, max_tokens=1)).machine["forward"] == "compiled"
-    assert torch.get_num_threads() == verify(engine, [], SETTINGS).machine["torch_threads"]
+def test_quantised_weights_may_round(engine: Engine) -> None:
+    held = result(differences=[DIFFERENCE])
+    held.machine["quantized"] = True
+    assert held.passed
+
+
+def test_a_margin_without_a_second_best_is_unknown(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
+    outcome = result()
+    answer = module._Answer((5, 6), "ab", [b"x", b"y"], [1.0, float("inf")])
+    other = module._Answer((5, 7), "ac", [b"x", b"y"], [1.0, 1.0])
+    module._compare(engine, "p0", None, answer, other, outcome)
+    assert outcome.differences[0].margin is None
+    assert "margin unknown" in lines(outcome)[3]
+    json.dumps(outcome.to_dict(), allow_nan=False)
+
+
+def test_a_prompt_that_is_too_long_is_left_out(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"id": "long", "category": "a", "turns": ["the " * 3000]}, {"id": "q", "category": "a", "turns": ["in"]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--model", folder, "--prompts", file, "--max-tokens", 4, "--dtype", "float32", "--device", "cpu"]
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["answers"] == 1
+    assert "long: longer than the model's context window" in done.stderr
+    file.write_text(json.dumps(rows[0]))
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert "every prompt is longer" in done.stderr

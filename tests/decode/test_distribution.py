@@ -55,12 +55,10 @@ def drafted(seed: int) -> tuple[int, int]:
 
 
 def drafts_favoured(seed: int) -> tuple[int, int]:
-    """Wrong by 0.01: each drafted token gets a small draw of its own before the target draws freely."""
-    random = np.random.default_rng(seed)
-    first = next((t for t in (1, 2) if random.random() < 0.065 * float(FIRST[t])), None)
-    first = int(random.choice(3, p=FIRST.double().numpy() / float(FIRST.double().sum()))) if first is None else first
-    p = SECOND[first].double().numpy()
-    return first, int(random.choice(3, p=p / p.sum()))
+    """Wrong by 0.0125: one draft in forty is accepted unasked, a token that would have come in half of the cases."""
+    if seed % 40:
+        return drafted(seed)
+    return 1, Processed([], seed)(Verified(LOGITS, TREE, np.zeros(4, np.int32)))(1)
 
 
 def noise_used_twice(seed: int) -> tuple[int, int]:

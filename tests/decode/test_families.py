@@ -11,6 +11,7 @@ from costs_stub import EverythingPays
 from tiny_models import (
     CHAINS,
     EAGER_ONLY,
+    MIXED_UP,
     MODELS,
     PLAIN,
     TREES,
@@ -105,6 +106,24 @@ def test_rotations_that_depend_on_the_length(length: int, tokens: int) -> None:
         result = answer(engine, prompt, tokens)
         assert result.token_ids == expected
     assert 0 < result.stats.accepted < result.stats.drafted
+
+
+@pytest.mark.parametrize("name", list(MIXED_UP))
+def test_a_model_that_mixes_texts_up_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="mixes texts that are read in turn"):
+        made(make_model(name, MIXED_UP[name]))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bloom", "Mamba", "Jamba", "Rwkv", "MiniMax"])
+def test_answers_read_in_turn_are_those_read_alone(name: str) -> None:
+    engine, _ = made(make_model(name), forward="torch")
+    prompts = [[5], prompt_of(9), prompt_of(30)]
+    alone = [answer(engine, prompt, 12).token_ids for prompt in prompts]
+    streams = [engine.stream(Prompt(prompt), GenerationConfig(max_tokens=12)) for prompt in prompts]
+    running = list(streams)
+    while running:
+        running = [stream for stream in running if next(stream, None) is not None]
+    assert [stream.result.token_ids for stream in streams] == alone
 
 
 # Chains
@@ -247,12 +266,27 @@ def test_a_backend_without_a_tree_mask_becomes_sdpa_and_a_note_says_so(own_atten
     assert answer(engine, prompt).token_ids == generated(make_model("Llama"), prompt, TOKENS)
 
 
-def test_a_backend_that_cannot_become_sdpa_drafts_chains(own_attention: str) -> None:
+def test_a_backend_that_cannot_become_sdpa_becomes_eager(own_attention: str) -> None:
+    engine, notes = made(make_model("Gemma2", attention=own_attention), forward="torch")
+    assert engine.drafting == "tree"
+    assert notes == [
+        "Gemma2ForCausalLM: the attention backend 'own_causal' takes no tree mask; the model's attention is now 'eager'"
+    ]
+    prompt = prompt_of(40)
+    assert answer(engine, prompt).token_ids == generated(make_model("Gemma2"), prompt, TOKENS)
+
+
+def test_a_backend_that_cannot_be_changed_drafts_chains(own_attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("Gemma2", attention=own_attention)
+
+    def refuses(backend: str) -> None:
+        raise ValueError(f"no {backend} here")
+
+    monkeypatch.setattr(model, "set_attn_implementation", refuses)
     engine, notes = made(model, forward="torch")
     assert engine.drafting == "chain"
     assert model.config._attn_implementation == own_attention
-    assert "'own_causal' takes no tree mask, and 'sdpa' cannot be used" in notes[0]
+    assert "takes no tree mask, and 'sdpa' cannot be used: no sdpa here and 'eager' cannot be used" in notes[0]
     prompt = prompt_of(40)
     result = answer(engine, prompt)
     assert result.token_ids == generated(model, prompt, TOKENS) == generated(make_model("Gemma2"), prompt, TOKENS)

@@ -48,7 +48,7 @@ from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.processors import OpenAIPenalties, make_processors, private
 from reader_rag.decode.types import Generation, Prompt
-from reader_rag.errors import ConfigError
+from reader_rag.errors import ConfigError, GrammarError
 from reader_rag.grammar import Grammar
 
 TEXT = "the cat and the dog and the cat and the dog in the of and the cat"
@@ -170,7 +170,7 @@ def test_penalties_count_the_drafted_path_above_a_node(
     assert result.token_ids == theirs(tiny_model, prompt, [ours])
 
 
-def test_bad_words_never_come(engine: Engine, prompt: Prompt) -> None:
+def test_bad_words_do_not_come_as_they_are_usually_spelled(engine: Engine, prompt: Prompt) -> None:
     free = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS))
     word = free.text.split()[1][:3]
     banned = both(engine, prompt, GenerationConfig(max_tokens=TOKENS, bad_words=(word,)))
@@ -188,15 +188,18 @@ def test_a_bad_word_without_tokens_is_refused(engine: Engine, prompt: Prompt) ->
         make_processors(GenerationConfig(bad_words=("x",)), Silent(), **settings)  # type: ignore[arg-type]
 
 
-def test_an_answer_has_at_least_min_tokens(engine: Engine, prompt: Prompt) -> None:
-    def wants_to_end(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.index_fill(1, torch.tensor([END]), 20.0)  # what `min_tokens` forbids stays forbidden
-
-    settings = GenerationConfig(max_tokens=TOKENS, min_tokens=7)
-    banned = make_processors(settings, engine.tokenizer, prompt_tokens=3, eos_ids=[END], device=torch.device("cpu"))
-    at = [banned[0](torch.zeros(1, 3 + n, dtype=torch.long), torch.zeros(1, 5))[0, END].item() for n in (0, 6, 7)]
-    assert at == [float("-inf"), float("-inf"), 0.0]
-    assert engine.generate(prompt, GenerationConfig(max_tokens=4), logits_processor=[wants_to_end]).text == ""
+def test_an_answer_has_at_least_min_tokens(engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt) -> None:
+    first = engine.generate(prompt, GenerationConfig(max_tokens=1)).token_ids[0]
+    ends = engine.eos_ids
+    engine.eos_ids = frozenset({END, first})  # an answer that would end at once
+    try:
+        assert len(engine.generate(prompt, GenerationConfig(max_tokens=TOKENS)).token_ids) == 1
+        result = both(engine, prompt, GenerationConfig(max_tokens=TOKENS, min_tokens=9))
+        expected = theirs(tiny_model, prompt, eos_token_id=[END, first], min_new_tokens=9)
+    finally:
+        engine.eos_ids = ends
+    assert len(result.token_ids) >= 9
+    assert result.token_ids == expected
 
 
 # Anyone's processors
@@ -227,7 +230,7 @@ OWN: dict[str, Any] = {
 }
 
 
-NEUTRAL = {"forced BOS", "min length", "min new tokens", "no NaN", "epsilon", "eta", "top h", "normalised"}
+NEUTRAL = {"min length", "min new tokens", "no NaN", "epsilon", "eta", "top h", "normalised"}
 """Those that leave this greedy answer as it is; the others are there to be seen."""
 
 
@@ -236,13 +239,14 @@ NEUTRAL = {"forced BOS", "min length", "min new tokens", "no NaN", "epsilon", "e
 def test_a_processor_of_transformers_acts_as_in_generate(
     engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt, name: str, temperature: float
 ) -> None:
+    prompt = Prompt(prompt.token_ids[:1]) if name == "forced BOS" else prompt  # it acts behind one token only
     length = len(prompt.token_ids)
     generation = GenerationConfig(max_tokens=TOKENS, temperature=temperature, seed=5)
     result = both(engine, prompt, generation, logits_processor=[OWN[name](length, tiny_model)])
     drawn = [TemperatureLogitsWarper(temperature), Noise(5)] if temperature else []
     assert result.token_ids == theirs(tiny_model, prompt, [OWN[name](length, tiny_model), *drawn])
     if not temperature:
-        free = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS)).token_ids
+        free = engine.generate(prompt, generation).token_ids
         assert (result.token_ids == free) == (name in NEUTRAL)
 
 
@@ -281,25 +285,96 @@ def test_streams_read_in_turn_share_no_state(engine: Engine, prompt: Prompt) -> 
     assert [stream.result.token_ids for stream in streams] == [alone, alone]
 
 
-def test_copies_share_models_and_tokenizers(tiny_model: LlamaForCausalLM, tiny_tokenizer: Any) -> None:
+def test_copies_share_models_and_tokenizers_however_deep(tiny_model: LlamaForCausalLM, tiny_tokenizer: Any) -> None:
     given = OWN["guidance"](3, tiny_model)
-    given.words = tiny_tokenizer
-    copied = private([given], "logits_processor")[0]
+    given.held = {"words": [tiny_tokenizer]}
+    [copied], _ = private([given], [])
     assert copied is not given
     assert copied.model is tiny_model
-    assert copied.words is tiny_tokenizer
+    assert copied.held is not given.held
+    assert copied.held["words"][0] is tiny_tokenizer
+
+
+def test_what_several_share_they_share_as_copies() -> None:
+    class Counter(Alternating):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = self.count
+
+        def count(self, ids: Any, scores: Any) -> bool:
+            return len(self.lengths) > 3
+
+    given = Counter()
+    [first, again], [criterion] = private([given, given], [given.count])
+    assert first is again is criterion.__self__ is first.act.__self__
+    assert first is not given
+
+
+def test_a_processor_and_a_criterion_alternate_as_in_plain_decoding(engine: Engine, prompt: Prompt) -> None:
+    said: list[str] = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        said.append(f"choose behind {ids.shape[1]}")
+        return scores
+
+    def criterion(ids: torch.Tensor, scores: None) -> bool:
+        said.append(f"has {ids.shape[1]}")
+        return ids.shape[1] == len(prompt.token_ids) + 8
+
+    for _ in range(2):  # the second time most tokens are drafted
+        said.clear()
+        done = engine.generate(
+            prompt, GenerationConfig(max_tokens=TOKENS), logits_processor=[processor], stopping_criteria=[criterion]
+        )
+        start = len(prompt.token_ids)
+        assert said == [line for n in range(start, start + 8) for line in (f"choose behind {n}", f"has {n + 1}")]
+    assert done.stats.accepted > 0
+
+
+def test_nothing_is_asked_behind_a_stop_string(engine: Engine, prompt: Prompt) -> None:
+    free = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS))
+    stop = free.text[9:14]
+    asked: list[int] = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        asked.append(ids.shape[1])
+        return scores
+
+    for _ in range(2):
+        asked.clear()
+        done = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS, stop=(stop,)), logits_processor=[processor])
+        assert asked == [len(prompt.token_ids) + n for n in range(len(done.token_ids))]
+
+
+def test_a_processor_may_ask_the_engine_and_compute_gradients(engine: Engine, prompt: Prompt) -> None:
+    def asks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        inner = engine.generate(Prompt(ids[0].tolist()[-3:]), GenerationConfig(max_tokens=1)).token_ids[0]
+        with torch.enable_grad():
+            held = scores.clone().requires_grad_()
+            [gradient] = torch.autograd.grad((held[0, inner] ** 2).sum(), held)
+        return scores + 0.1 * gradient
+
+    both(engine, prompt, GenerationConfig(max_tokens=12), logits_processor=[asks])
 
 
 @pytest.mark.parametrize("kind", ["logits_processor", "stopping_criteria"])
-def test_what_cannot_be_called_or_copied_is_refused(engine: Engine, prompt: Prompt, kind: str) -> None:
+def test_what_cannot_be_called_or_copied_is_refused_before_any_work(engine: Engine, prompt: Prompt, kind: str) -> None:
     class Sealed(Alternating):
         def __deepcopy__(self, memo: Any) -> Any:
             raise TypeError("a file is open")
 
-    with pytest.raises(ConfigError, match=f"{kind} must be callable"):
-        engine.stream(prompt, **{kind: [3]})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"{kind}: Sealed cannot be copied.*a file is open"):
-        engine.stream(prompt, **{kind: [Sealed()]})  # type: ignore[arg-type]
+    def three(ids: Any, scores: Any, more: Any) -> Any:
+        return scores
+
+    for wrong, message in (
+        ([3], "must be callable with token ids and scores; 3 is not"),
+        ([Alternating], "must be callable with token ids and scores; <class .* is not"),
+        ([three], "must be callable with token ids and scores .*'more'"),
+        (Alternating(), "must be a list, not Alternating"),
+        ([Sealed()], "cannot be copied.*a file is open"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine.stream(prompt, **{kind: wrong})  # type: ignore[arg-type]
 
 
 # What ends an answer
@@ -399,6 +474,15 @@ def test_nothing_undoes_a_grammar(engine: Engine, prompt: Prompt, changed: dict[
     assert re.fullmatch(GRAMMARS["regex"].text, result.text)
 
 
+def test_what_leaves_a_grammar_no_token_is_an_error(engine: Engine, prompt: Prompt) -> None:
+    pytest.importorskip("llguidance")
+    starts = tuple(range(3, engine.model.config.vocab_size))
+    settings = GenerationConfig(max_tokens=5, grammar=GRAMMARS["regex"], suppress_tokens=starts)
+    for speculate in (True, False):
+        with pytest.raises(GrammarError, match="forbid every token that the grammar allows here"):
+            engine.generate(prompt, replace(settings, speculate=speculate))
+
+
 def test_a_grammar_without_drafts_learns_nothing_wrong(engine: Engine, prompt: Prompt) -> None:
     pytest.importorskip("llguidance")
     free = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS)).token_ids
@@ -468,9 +552,18 @@ def test_nothing_is_reported_unasked(engine: Engine, prompt: Prompt) -> None:
         ({"no_repeat_ngram": -1}, "no_repeat_ngram must be at least 0"),
         ({"max_tokens": 3, "min_tokens": 4}, r"min_tokens must be in 0\.\.max_tokens \(3\), not 4"),
         ({"bad_words": ("",)}, "bad_words must not hold empty strings"),
-        ({"bad_words": "word"}, "bad_words must be a tuple of strings, not one string"),
+        ({"bad_words": "word"}, "bad_words must be a tuple of strings, not 'word'"),
         ({"stop": ("",)}, "stop must not hold empty strings"),
-        ({"suppress_tokens": (-1,)}, "suppress_tokens must be token ids"),
+        ({"suppress_tokens": (-1,)}, "suppress_tokens must be a tuple of token ids"),
+        ({"grammar": GRAMMARS["regex"], "min_tokens": 3}, "min_tokens goes on behind the end that a grammar sets"),
+        ({"temperature": "0.8"}, "temperature must be a number of at least 0, not '0.8'"),
+        ({"max_tokens": 4.5}, "max_tokens must be at least 1, not 4.5"),
+        ({"max_tokens": None}, "max_tokens must be at least 1, not None"),
+        ({"top_k": 2.5}, "top_k must be at least 0"),
+        ({"seed": True}, r"seed must be in 0\.\.2\*\*64-1, not True"),
+        ({"seed": 1.5}, "seed must be in"),
+        ({"stop": None}, "stop must be a tuple of strings, not None"),
+        ({"suppress_tokens": 5}, "suppress_tokens must be a tuple of token ids, not 5"),
         ({"grammar": "a*"}, "grammar must be a Grammar"),
         ({"grammar": GRAMMARS["regex"], "ignore_eos": True}, "ignore_eos goes on behind the end that a grammar sets"),
         ({"logprobs": -1}, r"logprobs must be 0\.\.100 or None"),
