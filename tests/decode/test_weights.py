@@ -93,11 +93,13 @@ def strict_keeps_the_bits_or_is_refused(model: PreTrainedModel) -> bool:
         engine = make_engine(model, exactness="strict")
     except UnsupportedModelError as refusal:
         return "depending on its neighbours" in str(refusal)
+    accepted = 0
     for prompt in PROMPTS:
         drafted, plain = (answer(engine, prompt, record_margins=True, speculate=way) for way in (True, False))
-        if (drafted.token_ids, drafted.margins) != (plain.token_ids, plain.margins) or not drafted.stats.accepted:
+        if (drafted.token_ids, drafted.margins) != (plain.token_ids, plain.margins):
             return False
-    return True
+        accepted += drafted.stats.accepted
+    return accepted > 0
 
 
 def test_strict_on_weights_of_4_bits(tmp_path: Path) -> None:
