@@ -153,17 +153,6 @@ def make_model(name: str, settings: dict[str, Any] | None = None, attention: str
     return model
 
 
-class NoText:
-    """Stands in for a tokenizer where only token ids matter: every token decodes to nothing."""
-
-    is_fast = False
-    eos_token_id = None
-
-    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
-        """The empty text."""
-        return ""
-
-
 class Noise(LogitsProcessor):
     """The engine's own noise, as the last processor of a greedy `generate`: a draw."""
 

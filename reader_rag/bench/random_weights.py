@@ -14,7 +14,7 @@ from reader_rag.errors import ModelError
 from reader_rag.models import resolve_device, resolve_dtype
 
 
-class _NoText:
+class NoText:
     """Stands in for a tokenizer where only token ids matter: every token decodes to nothing."""
 
     is_fast = False
@@ -44,5 +44,5 @@ def engine_from_config(path: Path, dtype: str, device: str, settings: Mapping[st
             model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype, where)).eval()
     except (OSError, ValueError, KeyError) as cause:
         raise ModelError(f"{path} is not the configuration of a causal language model: {cause}") from cause
-    tokenizer = cast(PreTrainedTokenizerBase, _NoText())
+    tokenizer = cast(PreTrainedTokenizerBase, NoText())
     return Engine(model, tokenizer, **settings, name=path.parent.name or str(path))

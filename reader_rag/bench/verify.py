@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from reader_rag.bench.generate import machine
 from reader_rag.config import GenerationConfig
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.select import Processed, Selector, Verified
-from reader_rag.decode.types import Prompt
+from reader_rag.decode.types import Prompt, first_difference
 
 _TENANT = "verify"
 
@@ -156,31 +155,27 @@ def verify(
 
 def _answer(engine: Engine, prompt: Prompt, generation: GenerationConfig, outcome: Verification) -> _Answer:
     watch = _Watch(engine.selector(prompt, generation))
-    with engine.stream(prompt, generation, selector=watch, tenant=_TENANT) as stream:
-        next(stream)
-        started = time.perf_counter()
-        for _ in stream:
-            pass
-        seconds, result = time.perf_counter() - started, stream.result
+    result = engine.generate(prompt, generation, selector=watch, tenant=_TENANT)
+    stats = result.stats
     if generation.speculate:
-        outcome.reader_s += seconds
-        outcome.reader_tokens += len(result.token_ids) - 1
-        outcome.drafted += result.stats.drafted
-        outcome.accepted += result.stats.accepted
+        outcome.reader_s += stats.decode_s
+        outcome.reader_tokens += stats.completion_tokens - 1
+        outcome.drafted += stats.drafted
+        outcome.accepted += stats.accepted
     else:
-        outcome.plain_s += seconds
-        outcome.plain_tokens += len(result.token_ids) - 1
+        outcome.plain_s += stats.decode_s
+        outcome.plain_tokens += stats.completion_tokens - 1
     return _Answer(result.token_ids, result.text, watch.digests, watch.margins)
 
 
 def _compare(
     engine: Engine, name: str, seed: int | None, plain: _Answer, reader: _Answer, outcome: Verification
 ) -> None:
-    pairs = list(zip(plain.tokens, reader.tokens, strict=False))
-    position = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-    if position is None and (len(plain.tokens) != len(reader.tokens) or plain.text != reader.text):
-        position = len(pairs)
-    shared = len(pairs) if position is None else min(position + 1, len(pairs))
+    position = first_difference(plain.tokens, reader.tokens)
+    if position is None and plain.text != reader.text:
+        position = len(plain.tokens)
+    both = min(len(plain.tokens), len(reader.tokens))
+    shared = both if position is None else min(position + 1, both)
     outcome.answers += 1
     outcome.tokens += shared
     outcome.other_bits += sum(a != b for a, b in zip(plain.digests[:shared], reader.digests[:shared], strict=True))

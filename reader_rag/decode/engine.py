@@ -21,12 +21,7 @@ from reader_rag.decode.learned import LearnedByTenant
 from reader_rag.decode.processors import make_processors, private
 from reader_rag.decode.select import Processor, Selector, make_selector
 from reader_rag.decode.stream import GenerationStream, StoppingCriterion
-from reader_rag.decode.types import (
-    Drafting,
-    Generation,
-    Passage,
-    Prompt,
-)
+from reader_rag.decode.types import Drafting, Generation, Passage, Prompt
 from reader_rag.draft.builder import TreeBuilder
 from reader_rag.draft.context import ContextIndex
 from reader_rag.draft.profile import Profile, fingerprint, profiles

@@ -16,6 +16,13 @@ Drafting = Literal["tree", "chain", "none"]
 that cannot be rewound, so that it is decoded plainly."""
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first index at which two token sequences differ, be it that one of them has ended; None if they are equal."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shorter = min(len(one), len(other))
+    return next((at for at, (a, b) in pairs if a != b), None if len(one) == len(other) else shorter)
+
+
 @dataclass(frozen=True)
 class Passage:
     """A retrieved text whose spans the answer may repeat.

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from reader_rag.config import GenerationConfig
-from reader_rag.decode.types import Generation, Passage, Prompt
+from reader_rag.decode.types import Generation, Passage, Prompt, first_difference
 
 if TYPE_CHECKING:
     from reader_rag.decode.engine import Engine
@@ -153,10 +153,8 @@ def _difference(
     other = next((run.token_ids for run in (*runs["reader"], *runs["plain"]) if run.token_ids != reference), None)
     if other is None:
         return None
-    position = next(
-        (i for i, (ours, theirs) in enumerate(zip(other, reference, strict=False)) if ours != theirs),
-        min(len(other), len(reference)),
-    )
+    position = first_difference(other, reference)
+    assert position is not None
     # Up to there both answers are the same, so plain decoding's margin is the one that was decided by.
     again = engine.generate(prompt, replace(plain, record_margins=True, max_tokens=position + 1), passages)
     margin = again.margins[position] if position < len(again.margins) else 0.0

@@ -187,6 +187,7 @@ def test_a_file_of_something_else_is_measured_again(tmp_path: Path, content: str
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     StepCosts([1, 2], [1.0, 1.0]).save(tmp_path / "file" / "costs.json", KEY)
+    assert [held.name for held in tmp_path.iterdir()] == ["file"]
 
 
 def test_costs_are_measured_once_for_a_model_and_a_device(tmp_path: Path, tiny_model: object) -> None:

@@ -18,7 +18,6 @@ from tiny_models import (
     VOCABULARY,
     WINDOW,
     Noise,
-    NoText,
     generated,
     make_model,
 )
@@ -32,6 +31,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from reader_rag.bench.random_weights import NoText
 from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode import find_target, profiling
 from reader_rag.decode.engine import Engine

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from costs_stub import EverythingPays
-from tiny_models import COMMON, NoText, generated, make_model
+from tiny_models import COMMON, generated, make_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from reader_rag.bench.random_weights import NoText
 from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
 from reader_rag.decode.cpu_forward import CpuForward
 from reader_rag.decode.engine import Engine
