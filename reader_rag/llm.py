@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from reader_rag.decode.engine import Engine
+    from reader_rag.decode.request import StoppingCriterion
     from reader_rag.decode.select import Processor
-    from reader_rag.decode.stream import GenerationStream, StoppingCriterion
+    from reader_rag.decode.stream import GenerationStream
 
 # Settings that an engine was made with; they cannot be given again for an engine that exists.
 _ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "forward", "trust_remote_code"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 
 
 class EverythingPays:
@@ -14,9 +14,11 @@ class EverythingPays:
         """Never."""
         return False
 
-    def best_size(self, tree: Sized, context: int = 0, luck: float = 1.0) -> int:
-        """All of the tree."""
-        return len(tree)
+    def best_sizes(
+        self, trees: Sequence[Sized], contexts: Sequence[int], lucks: Sequence[float], *, padded: bool
+    ) -> list[int]:
+        """All of every tree."""
+        return [len(tree) for tree in trees]
 
     def observe(self, rows: int, context: int, seconds: float) -> None:
         """Learn nothing."""

@@ -26,6 +26,8 @@ _ROWS = (1, 8, 4, 16, 2, 32, 5, 9, 17, 64, 3, 12, 13, 24, 48, 128)
 _CONTEXTS = (64, 1024)
 """Committed positions that a step is timed behind; the longer only for a few sizes, `_FAR_ROWS`."""
 _FAR_ROWS = (1, 8, 32)
+_MOST_ROWS = 512
+"""Positions of a pass over several texts that a cost is known for, beyond what is measured in proportion."""
 _BUDGET_S, _LEAST_STEPS = 2.0, 5
 _ONCE = 3.0
 """Sizes that take this many times as long as a plain step are timed once only."""
@@ -62,7 +64,7 @@ class StepCosts:
         self._rows = np.array(rows, dtype=np.float64)
         self._base = np.array(base, dtype=np.float64)
         self._slope = np.zeros(len(rows)) if slope is None else np.array(slope, dtype=np.float64)
-        self._all_rows = np.arange(1, int(self._rows[-1]) + 1, dtype=np.float64)
+        self._all_rows = np.arange(1, max(int(self._rows[-1]), _MOST_ROWS) + 1, dtype=np.float64)
         self._load = 0.0
         self._plain_in_a_row = self._drafts = 0
 
@@ -127,12 +129,14 @@ class StepCosts:
         """float64 [max rows], the time of steps of 1, 2, ... rows behind that many positions."""
         times = (self._base + self._slope * context) * math.exp(self._load)
         # Where a small step was measured in a bad moment, the larger one is the better witness.
-        return np.interp(self._all_rows, self._rows, np.minimum.accumulate(times[::-1])[::-1])
+        known: Float64 = np.interp(self._all_rows, self._rows, np.minimum.accumulate(times[::-1])[::-1])
+        known *= np.maximum(self._all_rows / self._rows[-1], 1.0)  # beyond what was measured in proportion
+        return known
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes of a tree whose cost is known."""
-        return len(self._all_rows) - 1
+        """Most nodes of a tree that was measured."""
+        return int(self._rows[-1]) - 1
 
     def observe(self, rows: int, context: int, seconds: float) -> None:
         """Learn from a step that ran.
@@ -167,26 +171,52 @@ class StepCosts:
         self._plain_in_a_row += 1
         return self._plain_in_a_row % _DRAFT_EVERY != 0
 
-    def best_size(self, tree: DraftTree, context: int = 0, luck: float = 1.0) -> int:
-        """How many of a tree's nodes to verify.
+    def best_sizes(
+        self,
+        trees: Sequence[DraftTree],
+        contexts: Sequence[int],
+        lucks: Sequence[float] | None = None,
+        *,
+        padded: bool = False,
+    ) -> list[int]:
+        """How many of each tree's nodes to verify in one pass over all.
 
-        Nodes come in falling probability, so the first n are the best tree of n nodes, and one scan finds the n that
-        maximises expected tokens per second, `(1 + sum of the first n path probabilities) / T(n + 1, context)`.
+        The nodes of all trees are one pool, the most probable first, whosever they are. One scan finds the n that
+        maximises expected tokens per second, `(trees + sum of the first n path probabilities) / T(trees + n, context)`.
+        Nodes of a tree come in falling probability, so its part of the first n is the best tree of that size.
 
         Args:
-            tree: What was drafted.
-            context: Committed positions.
-            luck: How much rarer than estimated drafts have lately been right (`TreeBuilder.luck`), for each token.
+            trees: What was drafted, for each text one.
+            contexts: Committed positions of each.
+            lucks: How much rarer than estimated drafts have lately been right (`TreeBuilder.luck`), for each token.
+            padded: Whether every text takes as many positions as the largest tree.
 
         Returns:
-            0..len(tree); 0: a plain step is faster.
+            For each 0..len(tree); 0: a plain step is faster.
         """
-        most = min(len(tree), self.max_nodes)
-        probabilities = tree.probabilities[:most]
-        if luck < 1.0:
-            probabilities = probabilities * luck ** tree.depths[:most]
-        expected = np.concatenate([np.ones(1), 1.0 + np.cumsum(probabilities)])
-        size = int(np.argmax(expected / self.seconds(context)[: most + 1]))
+        texts = len(trees)
+        lucks = [1.0] * texts if lucks is None else lucks
+        worth = [
+            tree.probabilities if luck >= 1.0 else tree.probabilities * luck**tree.depths
+            for tree, luck in zip(trees, lucks, strict=True)
+        ]
+        owners = np.repeat(np.arange(texts), [len(tree) for tree in trees])
+        ranks = np.concatenate([np.arange(1, len(tree) + 1) for tree in trees])
+        # By what is below all nodes before it in its own tree: bad luck tells against the deep ones among these.
+        order = np.argsort(-np.concatenate([np.minimum.accumulate(w) for w in worth]), kind="stable")
+        widths = np.maximum.accumulate(ranks[order])
+        rows = texts + (texts * widths if padded else np.arange(1, len(order) + 1))
+        most = int(np.searchsorted(rows, len(self._all_rows), side="right"))
+        expected = np.concatenate([np.full(1, texts), texts + np.cumsum(np.concatenate(worth)[order][:most])])
+        times = self.seconds(sum(contexts) // texts)
+        size = int(np.argmax(expected / times[np.concatenate([np.full(1, texts), rows[:most]]) - 1]))
+        size = self._tried(size, most)
+        if padded and size:
+            return [min(len(tree), int(widths[size - 1])) for tree in trees]
+        return [int(nodes) for nodes in np.bincount(owners[order[:size]], minlength=texts)]
+
+    def _tried(self, size: int, most: int) -> int:
+        """The size that is tried where `size` of at most `most` nodes pays: now and then another."""
         if size:
             self._drafts += 1
             self._plain_in_a_row = 0

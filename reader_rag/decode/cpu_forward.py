@@ -7,6 +7,7 @@ promises: a row's bits do not depend on the rows beside it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from reader_rag.decode import cpu_kernels as kernels
 from reader_rag.decode.cache import TreeCache
+from reader_rag.draft.tree import DraftTree
 
 Array = NDArray[Any]
 
@@ -61,6 +63,39 @@ class _Layer:
     gate: _Linear
     up: _Linear
     down: _Linear
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one text in a pass.
+
+    Attributes:
+        tokens: int64 [rows], at least one.
+        depths: int64 [rows], positions relative to the committed ones; those of a path are 0, 1, 2, ...
+        paths: int32 [rows, longest], the rows of each row's path from its first to itself; what follows is not read.
+        cache: Made with `layers`, `heads`, `width` and `dtype` of the pass.
+        first_logits: The first row whose logits are wanted.
+    """
+
+    tokens: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    paths: NDArray[np.int32]
+    cache: TreeCache
+    first_logits: int = 0
+
+    @classmethod
+    def of_tree(cls, root: int, tree: DraftTree, cache: TreeCache) -> Rows:
+        """A root and the nodes drafted behind it."""
+        tokens = np.concatenate([np.array([root], np.int64), tree.tokens])
+        depths = np.concatenate([np.zeros(1, np.int64), tree.depths])
+        return cls(tokens, depths, tree.paths, cache)
+
+    @classmethod
+    def of_text(cls, tokens: NDArray[np.int64], cache: TreeCache, first_logits: int) -> Rows:
+        """Tokens one behind the other."""
+        order = np.arange(len(tokens))
+        paths = np.broadcast_to(order.astype(np.int32), (len(tokens), len(tokens))).copy()
+        return cls(tokens, order, paths, cache, first_logits)
 
 
 class _Unknown(Exception):
@@ -122,32 +157,34 @@ class CpuForward:
         """Whether prompts too are faster here than in PyTorch; by the kind of CPU, so that rounding never varies."""
         return self._dtype != torch.float32 and slow_products()
 
-    def __call__(
-        self,
-        tokens: NDArray[np.int64],
-        depths: NDArray[np.int64],
-        paths: NDArray[np.int32],
-        cache: TreeCache,
-        first_logits: int = 0,
-    ) -> torch.Tensor:
-        """One pass. Its keys and values are written behind the committed ones.
+    def __call__(self, texts: Sequence[Rows]) -> list[torch.Tensor]:
+        """One pass over rows of any number of texts. Keys and values are written behind each text's committed ones.
 
         Args:
-            tokens: [rows].
-            depths: [rows], positions relative to the committed ones; those of a path are 0, 1, 2, ...
-            paths: [rows, longest], the rows of each row's path from its first to itself; what follows is not read.
-            cache: Made with `layers`, `heads`, `width` and `dtype` of this pass.
-            first_logits: The first row whose logits are wanted.
+            texts: At least one; each with a cache of its own.
 
         Returns:
-            float32 [rows - first_logits, vocabulary].
+            For each text float32 [its rows - first_logits, vocabulary].
         """
-        rows, committed = len(tokens), cache.length
-        if committed + rows > cache.capacity:
-            raise IndexError(f"{committed + rows} positions do not fit a cache of {cache.capacity}")
+        for text in texts:
+            if text.cache.length + len(text.tokens) > text.cache.capacity:
+                raise IndexError(
+                    f"{text.cache.length + len(text.tokens)} positions do not fit a cache of {text.cache.capacity}"
+                )
+        starts = np.cumsum([0, *(len(text.tokens) for text in texts)])
+        committed = np.array([text.cache.length for text in texts])
+        capacities = np.array([text.cache.capacity for text in texts])
+        tokens, depths = (np.concatenate([getattr(text, name) for text in texts]) for name in ("tokens", "depths"))
+        paths = np.zeros((len(tokens), max(text.paths.shape[1] for text in texts)), np.int32)
+        for text, start in zip(texts, starts, strict=False):
+            paths[start : start + len(text.tokens), : text.paths.shape[1]] = text.paths
+        arrays = [text.cache.arrays for text in texts]
+        keys, values = (np.array([pair[which].ctypes.data for pair in arrays]) for which in (0, 1))
+        strides = [np.array([pair[which].strides[0] for pair in arrays]) for which in (0, 1)]
+        like = arrays[0][0][0, 0]
+        rows = len(tokens)
         padded = -(-rows // kernels.ROWS_AT_ONCE) * kernels.ROWS_AT_ONCE
-        cos, sin = self._angles(committed + int(depths.max()) + 1)
-        keys, values = cache.arrays
+        cos, sin = self._angles(max(text.cache.length + int(text.depths.max()) + 1 for text in texts))
 
         def buffer(features: int, count: int = padded) -> Array:
             return np.zeros((count, features), np.float32)
@@ -170,8 +207,8 @@ class CpuForward:
                     layer.q.weight, layer.k.weight, layer.v.weight, layer.q.bias, layer.k.bias, layer.v.bias, q, k, v,
                 )  # fmt: skip
                 kernels.attend(
-                    q, k, v, rows, layer.q_norm, layer.k_norm, epsilon, cos, sin,
-                    depths, paths, committed, self._scale, keys[n], values[n], attended,
+                    q, k, v, starts, layer.q_norm, layer.k_norm, epsilon, cos, sin, depths, paths, committed,
+                    capacities, self._scale, keys + n * strides[0], values + n * strides[1], like, attended,
                 )  # fmt: skip
                 kernels.project_and_add(attended, rows, layer.o.weight, layer.o.bias, x)
                 kernels.norm_and_gate(
@@ -179,14 +216,15 @@ class CpuForward:
                     layer.gate.weight, layer.up.weight, layer.gate.bias, layer.up.bias, gated,
                 )  # fmt: skip
                 kernels.project_and_add(gated, rows, layer.down.weight, layer.down.bias, x)
-            wanted = rows - first_logits
-            last = buffer(x.shape[1], -(-wanted // kernels.ROWS_AT_ONCE) * kernels.ROWS_AT_ONCE)
-            last[:wanted] = x[first_logits:rows]
+            wanted = [np.arange(starts[n] + text.first_logits, starts[n + 1]) for n, text in enumerate(texts)]
+            chosen = np.concatenate(wanted)
+            last = buffer(x.shape[1], -(-len(chosen) // kernels.ROWS_AT_ONCE) * kernels.ROWS_AT_ONCE)
+            last[: len(chosen)] = x[chosen]
             logits = np.empty((len(last), self._head.weight.shape[0]), np.float32)
             kernels.norm_and_project(
-                last, wanted, self._norm, epsilon, np.zeros_like(last), self._head.weight, self._head.bias, logits
+                last, len(chosen), self._norm, epsilon, np.zeros_like(last), self._head.weight, self._head.bias, logits
             )
-        return torch.from_numpy(logits[:wanted])
+        return list(torch.from_numpy(logits[: len(chosen)]).split([len(rows) for rows in wanted]))
 
     def _angles(self, positions: int) -> tuple[Array, Array]:
         """Cosines and sines, float32 [at least `positions`, width], as the model's own module makes them."""

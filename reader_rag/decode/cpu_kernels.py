@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
-from numba.extending import overload
+from numba import carray, njit, prange, types  # type: ignore[attr-defined]
+from numba.extending import intrinsic, overload
 
 ROWS_AT_ONCE = 4
 """Rows of a block; arrays of activations have a multiple of it."""
@@ -471,12 +471,34 @@ def _attend_four(
             out[row, column + d] = rounded(mixed[j, d] / sums[j], values)
 
 
+@intrinsic
+def _address(typing_context: Any, address: Any) -> Any:
+    """An address as what `carray` takes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.intp), generate
+
+
+_pointer: Any = _address
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _heads_at(address: Any, heads: Any, capacity: Any, like: Any) -> Any:
+    """The array [heads, capacity, width of `like`] at an address.
+
+    Texts come and go, and no list of arrays that differ in shape is as cheap to hand over as their addresses.
+    """
+    return carray(_pointer(address), (heads, capacity, like.shape[1]), like.dtype)
+
+
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
 def attend(
     q: Any,
     k: Any,
     v: Any,
-    rows: Any,
+    starts: Any,
     norm_q: Any,
     norm_k: Any,
     epsilon: Any,
@@ -485,45 +507,71 @@ def attend(
     depths: Any,
     paths: Any,
     committed: Any,
+    capacities: Any,
     scale: Any,
     keys: Any,
     values: Any,
+    like: Any,
     out: Any,
 ) -> None:
-    """Write the rows' keys and values behind the committed ones, and attend along each row's path.
+    """Write the rows' keys and values behind the committed ones of their text, and attend along each row's path.
 
     Args:
         q: [rows up to a multiple of 4, heads * width]; overwritten.
         k: [rows up to a multiple of 4, key heads * width]; overwritten.
         v: Like `k`.
-        rows: How many of them count.
+        starts: int64 [texts + 1], the first row of each text; rows of a text lie together.
         norm_q: [width], or empty where heads are not normalised.
         norm_k: Like `norm_q`.
         epsilon: Of that normalisation, float32.
         cos: float32 [positions, width].
         sin: float32 [positions, width].
-        depths: int64 [rows], positions relative to `committed`; those of a path are 0, 1, 2, ...
-        paths: int32 [rows, longest], the rows from the first of its path to each row, itself included.
-        committed: Positions before the root; all rows see them.
+        depths: int64 [rows], positions relative to the text's committed ones; those of a path are 0, 1, 2, ...
+        paths: int32 [rows, longest], the rows from the first of its path to each row, itself included, counted from
+            the text's first row.
+        committed: int64 [texts], positions before the root; all rows of the text see them.
+        capacities: int64 [texts], of the caches.
         scale: Of the scores, float32.
-        keys: [key heads, capacity, width].
-        values: [key heads, capacity, width].
+        keys: int64 [texts], addresses of the texts' arrays [key heads, capacity, width].
+        values: Likewise.
+        like: [any, width], an array of their type.
         out: [rows up to a multiple of 4, heads * width].
     """
-    heads, width = keys.shape[0], keys.shape[2]
+    texts, width = committed.shape[0], like.shape[1]
+    heads = k.shape[1] // width
     group = q.shape[1] // width // heads
-    for r in range(rows):
-        c, s = cos[committed + depths[r]], sin[committed + depths[r]]
-        for h in range(heads):
-            head = k[r, h * width : (h + 1) * width]
-            _rotate(head, norm_k, epsilon, c, s, keys)
-            for d in range(width):
-                keys[h, committed + r, d] = narrowed(head[d], keys)
-                values[h, committed + r, d] = narrowed(v[r, h * width + d], values)
-        for h in range(heads * group):
-            _rotate(q[r, h * width : (h + 1) * width], norm_q, epsilon, c, s, keys)
-    queries = rows * group
-    fours = (queries + 3) // 4
-    for task in prange(heads * fours):
-        h, four = np.int64(task) // fours, np.int64(task) % fours
-        _attend_four(q, h, 4 * four, queries, group, depths, paths, committed, scale, keys[h], values[h], out)
+    before = np.zeros(texts + 1, np.int64)  # tasks of the texts before: four queries of one key head each
+    for t in range(texts):
+        held, made = _heads_at(keys[t], heads, capacities[t], like), _heads_at(values[t], heads, capacities[t], like)
+        for r in range(starts[t], starts[t + 1]):
+            c, s = cos[committed[t] + depths[r]], sin[committed[t] + depths[r]]
+            slot = committed[t] + r - starts[t]
+            for h in range(heads):
+                head = k[r, h * width : (h + 1) * width]
+                _rotate(head, norm_k, epsilon, c, s, like)
+                for d in range(width):
+                    held[h, slot, d] = narrowed(head[d], like)
+                    made[h, slot, d] = narrowed(v[r, h * width + d], like)
+            for h in range(heads * group):
+                _rotate(q[r, h * width : (h + 1) * width], norm_q, epsilon, c, s, like)
+        before[t + 1] = before[t] + heads * (((starts[t + 1] - starts[t]) * group + 3) // 4)
+    for task in prange(before[texts]):
+        text = np.searchsorted(before, np.int64(task), side="right") - 1
+        start, stop = starts[text], starts[text + 1]
+        queries = (stop - start) * group
+        fours = (queries + 3) // 4
+        h, four = (np.int64(task) - before[text]) // fours, (np.int64(task) - before[text]) % fours
+        _attend_four(
+            q[start:stop],
+            h,
+            4 * four,
+            queries,
+            group,
+            depths[start:stop],
+            paths[start:stop],
+            committed[text],
+            scale,
+            _heads_at(keys[text], heads, capacities[text], like)[h],
+            _heads_at(values[text], heads, capacities[text], like)[h],
+            out[start:stop],
+        )

@@ -14,13 +14,14 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
-from reader_rag.decode.costs import StepCosts
+from reader_rag.decode.costs import StepCosts, remembered
 from reader_rag.decode.find_target import find_target
 from reader_rag.decode.grammar import Constraint, GrammarCompiler
 from reader_rag.decode.learned import LearnedByTenant
 from reader_rag.decode.processors import make_processors, private
+from reader_rag.decode.request import Asked, StoppingCriterion
 from reader_rag.decode.select import Processor, Selector, make_selector
-from reader_rag.decode.stream import GenerationStream, StoppingCriterion
+from reader_rag.decode.stream import GenerationStream
 from reader_rag.decode.types import Drafting, Generation, Passage, Prompt
 from reader_rag.draft.builder import TreeBuilder
 from reader_rag.draft.context import ContextIndex
@@ -214,6 +215,23 @@ class Engine:
             ConfigError: A processor, a criterion, a grammar or a setting cannot be used.
             MissingDependencyError: There is a grammar, and llguidance is not installed.
         """
+        return GenerationStream(
+            self,
+            self._asked(prompt, generation, passages, tenant, draft, logits_processor, stopping_criteria, selector),
+        )
+
+    def _asked(
+        self,
+        prompt: Prompt,
+        generation: GenerationConfig | None,
+        passages: Sequence[Passage],
+        tenant: str,
+        draft: DraftConfig | None,
+        logits_processor: Sequence[Processor],
+        stopping_criteria: Sequence[StoppingCriterion],
+        selector: Selector | None,
+    ) -> Asked:
+        """Check and settle what `stream` was asked."""
         length = len(prompt.token_ids)
         if not length:
             raise PromptError("the prompt is empty; ask something")
@@ -228,8 +246,16 @@ class Engine:
         if selector is None:
             constraint = self._constraint(prompt, generation)
             selector = self.selector(prompt, generation, processors, constraint)
-        draft = draft or self.draft
-        return GenerationStream(self, prompt, generation, passages, tenant, draft, selector, criteria, constraint)
+        return Asked(prompt, generation, draft or self.draft, selector, tuple(passages), tenant, criteria, constraint)
+
+    def know_costs(self, max_nodes: int) -> None:
+        """Measure what steps cost, or remember it from an earlier process, unless it is known.
+
+        Args:
+            max_nodes: Most nodes of a tree.
+        """
+        if self.target.fixed is None and (self.costs is None or self.costs.max_nodes < max_nodes):
+            self.costs = remembered(self.target, max_nodes, cache_folder() / "costs")
 
     def _constraint(self, prompt: Prompt, generation: GenerationConfig) -> Constraint | None:
         if generation.grammar is None:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from reader_rag.decode.cpu_forward import CpuForward
-from reader_rag.decode.step import FixedShape, SeenLogits, context_window
+from reader_rag.decode.step import FixedShape, SeenLogits, Step, context_window, last_of
 from reader_rag.draft.tree import DraftTree
 
 _STATES = ("past_key_values", "cache_params", "state")
@@ -72,6 +72,7 @@ class PlainTarget:
         self.config: Any = model.config.get_text_config(decoder=True)
         self.cpu: CpuForward | None = None
         self.fixed: FixedShape | None = None
+        self.pads = False
         self._parameters = frozenset(inspect.signature(model.forward).parameters)
 
     @property
@@ -96,23 +97,29 @@ class PlainTarget:
             return PlainCache()
         return PlainCache({name: DynamicCache(config=self.config)})  # some fill it and do not hand it back
 
-    @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], cache: PlainCache, seen: SeenLogits | None = None) -> torch.Tensor:
-        """Commit a prompt.
+        """See `Target.prefill`."""
+        return last_of(self.read(token_ids, cache, seen))
+
+    def read(
+        self, token_ids: Sequence[int], cache: PlainCache, seen: SeenLogits | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Commit a prompt, at once.
 
         Args:
             token_ids: [length], at least one token.
             cache: An empty one.
             seen: Called once, with the logits after all tokens.
 
-        Returns:
+        Yields:
             Logits after the last token, [1, vocabulary].
         """
-        logits = self._read(token_ids, cache, last_only=seen is None)
-        cache.keep(list(range(len(token_ids))))
-        if seen is not None:
-            seen(0, logits)
-        return logits[-1:]
+        with torch.inference_mode():
+            logits = self._read(token_ids, cache, last_only=seen is None)
+            cache.keep(list(range(len(token_ids))))
+            if seen is not None:
+                seen(0, logits)
+        yield logits[-1:]
 
     @torch.inference_mode()
     def verify(self, root: int, tree: DraftTree, cache: PlainCache) -> torch.Tensor:
@@ -132,6 +139,10 @@ class PlainTarget:
         if len(tree):
             raise ValueError(f"{len(tree)} drafted tokens for a model that cannot verify any")
         return self._read([root], cache, last_only=True)
+
+    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """See `Target.verify_batch`."""
+        return [self.verify(step.root, step.tree, step.cache) for step in steps]
 
     def _read(self, token_ids: Sequence[int], cache: PlainCache, *, last_only: bool) -> torch.Tensor:
         """Read tokens behind the committed ones; logits [tokens, vocabulary], or [1, vocabulary] of the last."""

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from reader_rag.config import Forward
 from reader_rag.decode.cache import TreeCache
-from reader_rag.decode.cpu_forward import CpuForward, slow_products
+from reader_rag.decode.cpu_forward import CpuForward, Rows, slow_products
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import UnsupportedModelError
 
@@ -39,6 +40,8 @@ class AnyTarget(Protocol):
     config: Any
     cpu: CpuForward | None
     fixed: FixedShape | None
+    pads: bool
+    """Whether a pass over several texts costs as many positions for each as its largest tree."""
 
     @property
     def device(self) -> torch.device:
@@ -54,8 +57,14 @@ class AnyTarget(Protocol):
     def prefill(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> torch.Tensor:
         """See `Target.prefill`."""
 
+    def read(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> Iterator[torch.Tensor]:
+        """See `Target.read`."""
+
     def verify(self, root: int, tree: DraftTree, cache: Any) -> torch.Tensor:
         """See `Target.verify`."""
+
+    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """See `Target.verify_batch`."""
 
     def deepest(self, root: int) -> int | None:
         """See `Target.deepest`."""
@@ -78,6 +87,21 @@ class AnyCache(Protocol):
 
 _MASKED_BACKENDS = {"sdpa": torch.bool, "eager": None}
 """Attention backends that take a 4-D mask, and its dtype; None: the model's, added to the scores."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One text's part of a pass.
+
+    Attributes:
+        root: Its last accepted token; its keys are not in the cache yet.
+        tree: Candidate continuations.
+        cache: The committed text.
+    """
+
+    root: int
+    tree: DraftTree
+    cache: Any
 
 
 @dataclass(frozen=True)
@@ -152,6 +176,7 @@ class Target:
         if keeps_state(model):
             raise UnsupportedModelError(f"{kind} models keep a state that cannot be rewound")
         self._branches = branches
+        self.pads = self.cpu is None
         if branches:
             if not takes_masks(model):
                 raise UnsupportedModelError(f"the attention backend {attention_of(model)!r} takes no tree mask")
@@ -198,9 +223,18 @@ class Target:
             return TreeCache.in_one_piece(self.cpu.layers, capacity, self.cpu.heads, self.cpu.width, self.cpu.dtype)
         return TreeCache(self.config.num_hidden_layers, capacity)
 
-    @torch.inference_mode()
     def prefill(self, token_ids: Sequence[int], cache: TreeCache, seen: SeenLogits | None = None) -> torch.Tensor:
-        """Commit a prompt, in chunks.
+        """Commit a prompt; all chunks of `read`, whose arguments these are.
+
+        Returns:
+            Logits after the last token, [1, vocabulary].
+        """
+        return last_of(self.read(token_ids, cache, seen))
+
+    def read(
+        self, token_ids: Sequence[int], cache: TreeCache, seen: SeenLogits | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Commit a prompt chunk by chunk, one with each step of the iterator.
 
         Args:
             token_ids: [length], at least one token.
@@ -209,44 +243,42 @@ class Target:
                 scale or cap them still); not called on a model that gives no more than its last logits. The logits
                 returned are computed as they are without it, to the last bit.
 
-        Returns:
-            Logits after the last token, [1, vocabulary].
+        Yields:
+            Logits after the last token of a chunk, [1, vocabulary].
         """
-        if self.cpu is not None and self.cpu.prefills_faster:
-            return self._prefill_on_cpu(self.cpu, np.array(token_ids, np.int64), cache, seen)
-        ids = torch.tensor([list(token_ids)], device=self.device)
-        cache.show(None)
+        tokens = np.array(token_ids, np.int64)
+        size = PREFILL_CHUNK
         # One pass over a text that reaches the switch turns all of it by the angles behind it, as a chunk does not.
-        at_once = self._switch is not None and cache.length < self._switch < cache.length + ids.shape[1]
-        logits = torch.empty(0)
-        size = ids.shape[1] if at_once else PREFILL_CHUNK
-        for start in range(0, ids.shape[1], size):
-            chunk = ids[:, start : start + size]
-            positions = np.arange(cache.length, cache.length + chunk.shape[1])
-            states: list[torch.Tensor] = []
-            with _outputs(self._decoder if seen is not None and self._last_only else None, states):
-                logits = self._forward(chunk, positions, cache, **self._last_only)
-            cache.keep(list(range(chunk.shape[1])))
-            if seen is not None and states:
-                seen(start, self._head(states[0][0]))
-            elif seen is not None and not self._last_only:
-                seen(start, logits[0])
-        return logits[0, -1:]
+        if self._switch is not None and cache.length < self._switch < cache.length + len(tokens):
+            size = len(tokens)
+        if self.cpu is not None and self.cpu.prefills_faster:
+            size = self.cpu.chunk
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
+            yield self._read_chunk(chunk, cache, None if seen is None else partial(seen, start))
 
-    def _prefill_on_cpu(
-        self, cpu: CpuForward, tokens: NDArray[np.int64], cache: TreeCache, seen: SeenLogits | None
+    @torch.inference_mode()
+    def _read_chunk(
+        self, tokens: NDArray[np.int64], cache: TreeCache, seen: Callable[[torch.Tensor], None] | None
     ) -> torch.Tensor:
-        logits = torch.empty(0)
-        for start in range(0, len(tokens), cpu.chunk):
-            chunk = tokens[start : start + cpu.chunk]
-            order = np.arange(len(chunk))
-            paths = np.broadcast_to(order.astype(np.int32), (len(chunk), len(chunk))).copy()
-            first = len(chunk) - 1 if seen is None else 0
-            logits = cpu(chunk, order, paths, cache, first_logits=first)
-            cache.keep(order.tolist())
+        if self.cpu is not None and self.cpu.prefills_faster:
+            (logits,) = self.cpu([Rows.of_text(tokens, cache, len(tokens) - 1 if seen is None else 0)])
+            cache.keep(list(range(len(tokens))))
             if seen is not None:
-                seen(start, logits)
-        return logits[-1:]
+                seen(logits)
+            return logits[-1:]
+        cache.show(None)
+        positions = np.arange(cache.length, cache.length + len(tokens))
+        states: list[torch.Tensor] = []
+        with _outputs(self._decoder if seen is not None and self._last_only else None, states):
+            ids = torch.from_numpy(tokens)[None].to(self.device)
+            logits = self._forward(ids, positions, cache, **self._last_only)
+        cache.keep(list(range(len(tokens))))
+        if seen is not None and states:
+            seen(self._head(states[0][0]))
+        elif seen is not None and not self._last_only:
+            seen(logits[0])
+        return logits[0, -1:]
 
     @torch.inference_mode()
     def verify(self, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
@@ -262,7 +294,7 @@ class Target:
             Logits [1 + nodes, vocabulary], after the root and after each node.
         """
         if self.cpu is not None:
-            return self._verify_on_cpu(self.cpu, root, tree, cache)
+            return self.cpu([Rows.of_tree(root, tree, cache)])[0]
         rows = len(tree) + 1
         tokens = np.concatenate([np.array([root], np.int64), tree.tokens])
         depths = np.concatenate([np.zeros(1, np.int64), tree.depths])
@@ -277,6 +309,20 @@ class Target:
             mask = self._mask(visible, depths, cache.length, shown)
         ids = torch.from_numpy(tokens)[None].to(self.device)
         return self._forward(ids, depths + cache.length, cache, attention_mask=mask)[0, :rows]
+
+    @torch.inference_mode()
+    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """Verify the drafts of several texts, in one pass where the model can.
+
+        Args:
+            steps: Each with a cache of its own; see `verify`.
+
+        Returns:
+            For each what `verify` returns.
+        """
+        if self.cpu is not None:
+            return self.cpu([Rows.of_tree(step.root, step.tree, step.cache) for step in steps])
+        return [self.verify(step.root, step.tree, step.cache) for step in steps]
 
     def _is_windowed(self, root: int) -> bool:
         """Whether a layer does not show all of the text to a root there.
@@ -293,11 +339,6 @@ class Target:
             inputs["position_ids"] = torch.from_numpy(positions)[None].to(self.device)
         logits: torch.Tensor = self.model(ids, past_key_values=cache, use_cache=True, **inputs).logits
         return logits
-
-    def _verify_on_cpu(self, cpu: CpuForward, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
-        tokens = np.concatenate([np.array([root], np.int64), tree.tokens])
-        depths = np.concatenate([np.zeros(1, np.int64), tree.depths])
-        return cpu(tokens, depths, tree.paths, cache)
 
     def _mask(
         self, visible: NDArray[np.bool_], depths: NDArray[np.int64], committed: int, shown: int
@@ -333,6 +374,14 @@ class Target:
             return mask
         least = torch.finfo(self._mask_dtype).min
         return torch.zeros(mask.shape, dtype=self._mask_dtype, device=self.device).masked_fill(~mask, least)
+
+
+def last_of(logits: Iterator[torch.Tensor]) -> torch.Tensor:
+    """The last logits of a prompt that is read to its end."""
+    last = torch.empty(0)
+    for last in logits:  # noqa: B007
+        pass
+    return last
 
 
 def _padded(

@@ -18,7 +18,7 @@ from reader_rag.bench.verify import Difference, Verification, verify
 from reader_rag.bench.verify_command import lines
 from reader_rag.cli import app
 from reader_rag.config import GenerationConfig
-from reader_rag.decode import stream as stream_module
+from reader_rag.decode import request as request_module
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.types import Prompt
 from reader_rag.decode.walk import walk
@@ -77,7 +77,7 @@ def test_a_wrong_rule_fails_and_shows_where(
 ) -> None:
     name, prompt = prompts[1]
     plain = engine.generate(prompt, replace(SETTINGS, speculate=False)).token_ids
-    monkeypatch.setattr(stream_module, "walk", accepts_anything)
+    monkeypatch.setattr(request_module, "walk", accepts_anything)
     drafted = engine.generate(prompt, SETTINGS).token_ids
     outcome = verify(engine, [(name, prompt)], SETTINGS)
     at = next(at for at, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b)

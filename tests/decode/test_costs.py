@@ -26,34 +26,39 @@ def _chain(*probabilities: float) -> DraftTree:
     )
 
 
+def _best_size(costs: StepCosts, tree: DraftTree, context: int = 0, luck: float = 1.0) -> int:
+    (size,) = costs.best_sizes([tree], [context], [luck])
+    return size
+
+
 def test_times_between_measured_sizes_are_interpolated() -> None:
     costs = StepCosts([1, 3, 5], [1.0, 2.0, 6.0])
-    assert costs.seconds().tolist() == [1.0, 1.5, 2.0, 4.0, 6.0]
+    assert costs.seconds()[:5].tolist() == [1.0, 1.5, 2.0, 4.0, 6.0]
 
 
 def test_the_text_before_adds_to_every_size_what_was_measured_there() -> None:
     costs = StepCosts([1, 3], [1.0, 2.0], [0.001, 0.003])
-    assert costs.seconds(1000).tolist() == pytest.approx([2.0, 3.5, 5.0])
+    assert costs.seconds(1000)[:3].tolist() == pytest.approx([2.0, 3.5, 5.0])
 
 
 def test_a_larger_step_is_never_taken_to_be_cheaper() -> None:
     costs = StepCosts([1, 2, 3], [2.0, 1.0, 3.0])
-    assert costs.seconds().tolist() == [1.0, 1.0, 3.0]
+    assert costs.seconds()[:3].tolist() == [1.0, 1.0, 3.0]
 
 
 def test_a_long_text_makes_wide_steps_dear() -> None:
     costs = StepCosts([1, 2, 3], [1.0, 1.1, 1.2], [0.0, 0.001, 0.002])
     tree = _chain(0.6, 0.5)
-    assert costs.best_size(tree, context=0) == 2
-    assert costs.best_size(tree, context=2000) == 0
+    assert _best_size(costs, tree, context=0) == 2
+    assert _best_size(costs, tree, context=2000) == 0
 
 
 def test_bad_luck_makes_trees_smaller() -> None:
     costs = StepCosts([1, 2, 3], [1.0, 1.2, 1.4])
     tree = _chain(0.6, 0.4)
-    assert costs.best_size(tree) == 2
-    assert costs.best_size(tree, luck=0.5) == 1  # 0.3, then 0.4 * 0.25
-    assert costs.best_size(tree, luck=0.1) == 0
+    assert _best_size(costs, tree) == 2
+    assert _best_size(costs, tree, luck=0.5) == 1  # 0.3, then 0.4 * 0.25
+    assert _best_size(costs, tree, luck=0.1) == 0
 
 
 @pytest.mark.parametrize(
@@ -68,15 +73,15 @@ def test_bad_luck_makes_trees_smaller() -> None:
 def test_nodes_are_verified_while_they_pay(seconds_per_row: float, size: int) -> None:
     rows = [1, 2, 3, 4, 5]
     costs = StepCosts(rows, [1.0 + seconds_per_row * (r - 1) for r in rows])
-    assert costs.best_size(_chain(0.9, 0.8, 0.3, 0.05)) == size
+    assert _best_size(costs, _chain(0.9, 0.8, 0.3, 0.05)) == size
 
 
 def test_an_empty_tree_is_a_plain_step() -> None:
-    assert StepCosts([1, 2], [1.0, 1.0]).best_size(DraftTree.empty()) == 0
+    assert _best_size(StepCosts([1, 2], [1.0, 1.0]), DraftTree.empty()) == 0
 
 
 def test_trees_beyond_what_was_measured_are_cut() -> None:
-    assert StepCosts([1, 2, 3], [1.0, 1.0, 1.0]).best_size(_chain(0.9, 0.8, 0.7, 0.6)) == 2
+    assert _best_size(StepCosts([1, 2, 3], [1.0, 1.0, 1.0]), _chain(0.9, 0.8, 0.7, 0.6)) == 2
 
 
 def test_a_busy_machine_is_slower_at_all_sizes_alike() -> None:
@@ -112,7 +117,7 @@ def test_a_bad_measurement_is_found_out() -> None:
     tree = _chain(0.9, 0.8, 0.7, 0.6)
     sizes = []
     for _ in range(900):
-        sizes.append(costs.best_size(tree))
+        sizes.append(_best_size(costs, tree))
         costs.observe(sizes[-1] + 1, 0, 1.1 if sizes[-1] else 1.0)
     assert sizes[0] == 0
     assert sizes[-1] == 4
@@ -124,7 +129,7 @@ def test_where_no_draft_pays_most_steps_go_without_one() -> None:
     for _ in range(200):
         if not costs.rests():
             drafted += 1
-            verified += bool(costs.best_size(_chain(0.1, 0.05, 0.01)))
+            verified += bool(_best_size(costs, _chain(0.1, 0.05, 0.01)))
     assert 40 < drafted < 80
     assert 1 < verified < 10  # a few are tried all the same
 
@@ -133,9 +138,9 @@ def test_a_draft_that_pays_ends_the_rest() -> None:
     costs = StepCosts([1, 2], [1.0, 1.5])
     for _ in range(50):
         costs.rests()
-        costs.best_size(_chain(0.1))
+        _best_size(costs, _chain(0.1))
     assert any(costs.rests() for _ in range(4))
-    assert costs.best_size(_chain(0.9)) == 1
+    assert _best_size(costs, _chain(0.9)) == 1
     assert not any(costs.rests() for _ in range(8))
 
 
@@ -148,7 +153,7 @@ def test_a_stall_of_the_machine_is_not_learned() -> None:
 def test_a_target_is_measured_for_every_size_of_tree(tiny_model: object) -> None:
     costs = StepCosts.measure(Target(tiny_model), max_nodes=12)  # type: ignore[arg-type]
     seconds = costs.seconds()
-    assert len(seconds) == 13
+    assert costs.max_nodes == 12
     assert (seconds > 0).all()
     assert (np.diff(seconds) >= 0).all()
     assert (costs.seconds(1000) >= seconds).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from reader_rag.decode import cpu_forward, cpu_kernels
-from reader_rag.decode.cpu_forward import CpuForward
+from reader_rag.decode.cpu_forward import CpuForward, Rows
 from reader_rag.decode.selftest import keeps_bits, verifies_trees
 from reader_rag.decode.step import Target
 from reader_rag.draft import DraftTree
@@ -297,9 +298,8 @@ def test_the_self_test_of_strict_decoding_tries_a_tree() -> None:
     compute = target.cpu
 
     class MixesRows(CpuForward):
-        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            logits = compute(*args, **kwargs)
-            return logits + logits.mean(0) * 1e-3
+        def __call__(self, texts: Sequence[Rows]) -> list[torch.Tensor]:
+            return [logits + logits.mean(0) * 1e-3 for logits in compute(texts)]
 
     target.cpu = MixesRows(target.model)
     assert not keeps_bits(target)

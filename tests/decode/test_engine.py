@@ -206,8 +206,10 @@ def test_nothing_is_drafted_beyond_the_last_token(engine: Engine) -> None:
 
 def test_drafts_that_do_not_pay_are_not_verified(letters: PreTrainedTokenizerFast) -> None:
     class NothingPays(EverythingPays):
-        def best_size(self, tree: Sized, context: int = 0, luck: float = 1.0) -> int:
-            return 0
+        def best_sizes(
+            self, trees: Sequence[Sized], contexts: Sequence[int], lucks: Sequence[float], *, padded: bool
+        ) -> list[int]:
+            return [0] * len(trees)
 
     made = Engine(make_model(), letters)
     made.costs = NothingPays()  # type: ignore[assignment]
@@ -463,16 +465,16 @@ def test_a_stream_closed_by_another_thread_during_a_step_ends_after_it(
 ) -> None:
     stream = engine.stream(engine.encode("abcabc"), GenerationConfig(max_tokens=50, ignore_eos=True))
     next(stream)
-    verify = engine.target.verify
+    verify = engine.target.verify_batch
 
-    def closed_meanwhile(*args: Any) -> torch.Tensor:
+    def closed_meanwhile(*args: Any) -> list[torch.Tensor]:
         closer = threading.Thread(target=stream.close)
         closer.start()
         closer.join(timeout=10)
         assert not closer.is_alive()
         return verify(*args)
 
-    monkeypatch.setattr(engine.target, "verify", closed_meanwhile)
+    monkeypatch.setattr(engine.target, "verify_batch", closed_meanwhile)
     assert len(next(stream).token_ids) >= 1
     assert list(stream) == []
     assert held(caches) == 0
@@ -488,7 +490,7 @@ def test_an_error_in_a_step_reaches_the_caller_frees_the_cache_and_leaves_the_en
     stream = engine.stream(engine.encode("abc"), GenerationConfig(max_tokens=10, ignore_eos=True))
     next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.target, "verify", failing)
+        patch.setattr(engine.target, "verify_batch", failing)
         message = ""
         try:
             next(stream)

@@ -1,0 +1,362 @@
+"""One answer in the making: its prompt is read, then drafts are made and what was verified of them is accepted.
+
+A `Request` does nothing by itself; a driver asks it for its next draft, runs the pass, and hands it the logits:
+`batch.advance` for any number of requests at once, under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.decode.best import best_tokens
+from reader_rag.decode.grammar import Constraint
+from reader_rag.decode.learned import Learned
+from reader_rag.decode.logprobs import token_logprobs
+from reader_rag.decode.provenance import Provenance
+from reader_rag.decode.select import Selector, Verified
+from reader_rag.decode.step import AnyCache
+from reader_rag.decode.text import TextAssembler
+from reader_rag.decode.types import (
+    Chunk,
+    CopiedSpan,
+    FinishReason,
+    Generation,
+    Passage,
+    Prompt,
+    Stats,
+    TokenLogprobs,
+)
+from reader_rag.decode.walk import walk
+from reader_rag.draft.builder import TreeBuilder
+from reader_rag.draft.context import ContextIndex
+from reader_rag.draft.tree import SOURCES, SUCCESSOR, DraftTree
+
+if TYPE_CHECKING:
+    from reader_rag.decode.engine import Engine
+
+StoppingCriterion = Callable[[torch.Tensor, None], Any]
+"""A `StoppingCriteria` of `transformers`, or a function like it: token ids [1, length] and None to whether to stop."""
+
+_TOKENS_BEFORE = 4
+"""Prompt tokens that the first token of an answer is decoded behind."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one answer is asked for; see `Engine.stream`.
+
+    Attributes:
+        prompt: What to continue.
+        generation: Length, stop strings, sampling.
+        draft: How drafts are made.
+        selector: Chooses the tokens.
+        passages: Texts that the answer may repeat.
+        tenant: On whose behalf.
+        criteria: Ask whether to stop.
+        constraint: The grammar's state, if there is a grammar.
+    """
+
+    prompt: Prompt
+    generation: GenerationConfig
+    draft: DraftConfig
+    selector: Selector
+    passages: tuple[Passage, ...] = ()
+    tenant: str = ""
+    criteria: Sequence[StoppingCriterion] = ()
+    constraint: Constraint | None = None
+
+
+class Request:
+    """One answer in the making. Not for several threads at once.
+
+    Args:
+        engine: What decodes it.
+        asked: What it is asked for.
+
+    Attributes:
+        asked: As given.
+        finish: Why the answer ended; None while it has not.
+    """
+
+    def __init__(self, engine: Engine, asked: Asked) -> None:
+        self.asked = asked
+        self.finish: FinishReason | None = None
+        self._engine = engine
+        length = len(asked.prompt.token_ids)
+        self._max_tokens = min(asked.generation.max_tokens, engine.context_window - length)
+        # An answer that goes on after them has no ends.
+        self._ends_at = frozenset[int]() if asked.generation.ignore_eos else engine.eos_ids
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._margins: list[float] = []
+        self._taken = 0
+        self._counts: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
+        self._seconds = {"ttft": 0.0, "decode": 0.0, "draft": 0.0}
+        self._state: _State | None = None
+        self._copied: tuple[CopiedSpan, ...] = ()
+        generation = asked.generation
+        self._text = TextAssembler(
+            engine.tokenizer, generation.stop, asked.prompt.token_ids[-_TOKENS_BEFORE:], generation.include_stop
+        )
+
+    @property
+    def positions(self) -> int:
+        """Most positions of its cache that prompt and answer may take."""
+        return len(self.asked.prompt.token_ids) + self._max_tokens
+
+    @property
+    def reading(self) -> bool:
+        """Whether the prompt is not read to its end yet."""
+        return not self._tokens
+
+    @property
+    def root(self) -> int:
+        """The last emitted token."""
+        return self._tokens[-1]
+
+    @property
+    def cache(self) -> AnyCache:
+        """Of prompt and answer up to the root; there is one from the first `read` to `release`."""
+        assert self._state is not None
+        return self._state.cache
+
+    @property
+    def luck(self) -> float:
+        """See `TreeBuilder.luck`."""
+        return 1.0 if self._state is None else self._state.builder.luck
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted for it."""
+        asked = self.asked
+        return asked.generation.speculate and asked.draft.max_nodes > 0 and self._engine.drafting != "none"
+
+    @torch.inference_mode()
+    def read(self) -> None:
+        """Read a chunk of the prompt; the last one emits the first token."""
+        if self._state is None and self.drafts:
+            self._engine.know_costs(self.asked.draft.max_nodes)
+        started = time.perf_counter()
+        state = self._state = self._state or self._begin()
+        logits = next(state.reading)
+        if state.cache.length == len(self.asked.prompt.token_ids):
+            nothing = DraftTree.empty()
+            token = self.asked.selector(Verified(logits, nothing, state.index.sequence))(0)
+            self._counts["cache_bytes"] = state.cache.nbytes
+            self._take(token)
+            self._record(logits, [0], [token])
+            self._emit(state, nothing, [], [token])
+        self._seconds["ttft"] += time.perf_counter() - started
+
+    def _begin(self) -> _State:
+        asked = self.asked
+        draft = asked.draft if self.drafts else replace(asked.draft, max_successors=0, calibrates=False)
+        learned = self._engine.learned.of(asked.tenant, draft)
+        return _State(self._engine, asked.prompt, asked.passages, draft, self._max_tokens, learned)
+
+    def draft(self, *, rests: bool) -> DraftTree:
+        """The best tree that may be verified now.
+
+        Args:
+            rests: Whether to do without where nothing forces a token.
+        """
+        state = self._state
+        assert state is not None
+        if not self.drafts:
+            return DraftTree.empty()
+        # A step emits one token more than it accepts; a draft longer than that would be thrown away.
+        depth = self._max_tokens - len(self._tokens) - 1
+        target = self._engine.target
+        deepest = target.deepest(state.cache.length)
+        if deepest is not None:
+            depth = min(depth, deepest)
+        tree = state.builder.skip() if rests else state.builder.build(state.index, max_depth=depth)
+        if self.asked.constraint is not None:
+            tree = self.asked.constraint.shape(tree, state.index.sequence, self.asked.draft.max_nodes, depth)
+            state.builder.skip()  # what is allowed says nothing of what the model tends to say
+        if target.fixed is not None or self._engine.drafting == "chain":
+            tree = tree.chain()
+        return tree
+
+    def accept(self, tree: DraftTree, logits: torch.Tensor) -> None:
+        """Emit what the target says of a draft, and keep what agrees with it.
+
+        Args:
+            tree: What was verified: a head of the last draft.
+            logits: [1 + nodes, vocabulary].
+        """
+        state = self._state
+        assert state is not None
+        state.learn(self.root, tree, logits)
+        target = self.asked.selector(Verified(logits, tree, state.index.sequence))
+        accepted, emitted = walk(tree, lambda node: target(node + 1), self._take)
+        rows = [0, *(node + 1 for node in accepted)]
+        state.cache.keep(rows)
+        self._counts["steps"] += 1
+        self._counts["drafted"] += len(tree)
+        self._record(logits, rows[: len(emitted)], emitted)
+        self._emit(state, tree, accepted, emitted)
+
+    def spent(self, seconds: float, drafting: float) -> None:
+        """Count the time of a step.
+
+        Args:
+            seconds: All of it.
+            drafting: Of that, for making its draft.
+        """
+        self._seconds["decode"] += seconds
+        self._seconds["draft"] += drafting
+
+    def take(self) -> Chunk:
+        """What is new since the last time."""
+        new = slice(self._taken, len(self._tokens))
+        self._taken = len(self._tokens)
+        return Chunk(self._text.take(), tuple(self._tokens[new]), self.finish, tuple(self._logprobs[new]))
+
+    def release(self) -> None:
+        """Give back the cache and the draft index."""
+        if self._state is not None:
+            self._copied = self._state.provenance.spans(self._text.text, self._text.ends)
+            self._state = None
+
+    @property
+    def result(self) -> Generation:
+        """The answer; what there is of it if it is not done."""
+        stats = Stats(
+            prompt_tokens=len(self.asked.prompt.token_ids),
+            completion_tokens=len(self._tokens),
+            steps=self._counts["steps"],
+            drafted=self._counts["drafted"],
+            accepted=sum(self._accepted.values()),
+            accepted_by_source=dict(self._accepted),
+            ttft_s=self._seconds["ttft"],
+            decode_s=self._seconds["decode"],
+            draft_s=self._seconds["draft"],
+            cache_bytes=self._counts["cache_bytes"],
+        )
+        copied = self._state.provenance.spans(self._text.text, self._text.ends) if self._state else self._copied
+        return Generation(
+            text=self._text.text,
+            token_ids=tuple(self._tokens),
+            finish_reason=self.finish or "length",
+            stats=stats,
+            copied=copied,
+            logprobs=tuple(self._logprobs),
+            margins=tuple(self._margins),
+        )
+
+    def _take(self, token: int) -> bool:
+        """Take one emitted token, as plain decoding would; whether the answer ends with it."""
+        self._tokens.append(token)
+        if token in self._ends_at:
+            self._text.ends.append(len(self._text.text))
+            self.finish = "stop"
+        elif self._text.push(token) or self._criterion_met():
+            self.finish = "stop"
+        elif len(self._tokens) >= self._max_tokens:
+            self.finish = "length"
+        return self.finish is not None
+
+    def _emit(self, state: _State, tree: DraftTree, accepted: list[int], emitted: list[int]) -> None:
+        """Note where the emitted tokens came from, and learn how the draft fared."""
+        for k, token in enumerate(emitted):
+            if k < len(accepted):
+                self._accepted[state.copied(tree, accepted[k], token)] += 1
+            else:
+                state.provenance.undrafted(token)
+        state.builder.observe(emitted)
+        state.index.extend(emitted)
+        if self.finish is not None:
+            self._text.finish()
+
+    def _criterion_met(self) -> bool:
+        if not self.asked.criteria:
+            return False
+        ids = torch.tensor([[*self.asked.prompt.token_ids, *self._tokens]], device=self._engine.target.device)
+        # All are asked, as in `transformers`: one that counts its calls must not miss any.
+        met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.asked.criteria]
+        return any(met)
+
+    def _record(self, logits: torch.Tensor, rows: list[int], tokens: list[int]) -> None:
+        generation = self.asked.generation
+        if generation.logprobs is not None:
+            self._logprobs += token_logprobs(logits, rows, tokens, generation.logprobs)
+        if generation.record_margins:
+            best = logits[rows].float().topk(2, dim=-1).values
+            self._margins.extend((best[:, 0] - best[:, 1]).tolist())
+
+
+class _State:
+    """What a request holds while it is decoded: cache, draft index, provenance."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        passages: Sequence[Passage],
+        draft: DraftConfig,
+        max_tokens: int,
+        learned: Learned,
+    ) -> None:
+        self.cache: AnyCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
+        self.index = ContextIndex(
+            prompt.token_ids,
+            max_occurrences=draft.max_occurrences,
+            max_passage_tokens=draft.max_passage_tokens,
+            reserve=max_tokens,
+        )
+        self.builder = TreeBuilder(
+            max_nodes=draft.max_nodes,
+            max_depth=draft.max_depth,
+            min_probability=draft.min_probability,
+            max_occurrences=draft.max_occurrences,
+            successors=learned.successors,
+            calibration=learned.calibration,
+        )
+        self._successors = learned.successors if draft.max_successors else None
+        self.provenance = Provenance(self.index, prompt)
+        for passage in passages:
+            if passage.text.strip() and not self.provenance.mark(passage):
+                text = engine.tokenize(passage.text, special=False)
+                self.provenance.add(passage, text.token_ids, text.offsets)
+        self.reading: Iterator[torch.Tensor] = engine.target.read(
+            prompt.token_ids, self.cache, self.learn_prompt if draft.max_successors else None
+        )
+
+    def learn_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Learn from a chunk of the prompt; see `SeenLogits`."""
+        assert self._successors is not None
+        self._successors.learn_text(self.index.sequence, start, best_tokens(logits))
+
+    def learn(self, root: int, tree: DraftTree, logits: torch.Tensor) -> None:
+        """Learn from a verified tree, the nodes that are not accepted included.
+
+        Args:
+            root: The last accepted token; the last of the index.
+            tree: The drafted nodes.
+            logits: [1 + nodes, vocabulary].
+        """
+        if self._successors is None:
+            return
+        sequence = self.index.sequence
+        tokens = np.concatenate([np.array([root], np.int32), tree.tokens])
+        before = np.concatenate([sequence[-2:-1] if len(sequence) > 1 else [-1], tokens[tree.parents + 1]])
+        self._successors.learn(before, tokens, best_tokens(logits))
+
+    def copied(self, tree: DraftTree, node: int, token: int) -> str:
+        """Note where an accepted node came from; returns its source's name."""
+        source, position = int(tree.sources[node]), int(tree.positions[node])
+        if source == SUCCESSOR:
+            self.provenance.undrafted(token)
+            return SOURCES[SUCCESSOR]
+        self.provenance.drafted(source, position)
+        return SOURCES[source] if self.index.locate(source, position).passage_id is None else "passage"
