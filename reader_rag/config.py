@@ -57,6 +57,33 @@ class DraftConfig:
 
 
 @dataclass(frozen=True)
+class BatchConfig:
+    """How many requests are decoded together.
+
+    Attributes:
+        max_rows: Most answers in the making at once; None: 8 on the CPU, 32 elsewhere.
+        max_cache_bytes: Most bytes of their keys and values, prompt and longest answer reserved for each; None: half of
+            what is free when the first request comes.
+        max_waiting: Most requests that wait for a place; a further one is refused with a `BusyError`.
+        max_wait_s: Seconds after which a request that still waits ends with a `BusyError`; None: it waits.
+    """
+
+    max_rows: int | None = None
+    max_cache_bytes: int | None = None
+    max_waiting: int = 1024
+    max_wait_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.max_rows is None or self.max_rows >= 1, f"max_rows must be at least 1, not {self.max_rows}")
+        _require(
+            self.max_cache_bytes is None or self.max_cache_bytes >= 1,
+            f"max_cache_bytes must be at least 1, not {self.max_cache_bytes}",
+        )
+        _require(self.max_waiting >= 1, f"max_waiting must be at least 1, not {self.max_waiting}")
+        _require(self.max_wait_s is None or self.max_wait_s > 0, f"max_wait_s must be above 0, not {self.max_wait_s}")
+
+
+@dataclass(frozen=True)
 class GenerationConfig:
     """What one call asks for.
 

@@ -4,6 +4,11 @@ Catch `ReaderError` to handle everything this package raises on purpose; anythin
 (or comes from a library) and keeps its own traceback. What works, but otherwise than was asked, is a `ReaderWarning`.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 
 class ReaderError(Exception):
     """Base of every error that reader_rag raises on purpose."""
@@ -35,6 +40,22 @@ class UnsupportedModelError(ModelError):
 
 class PromptError(ReaderError, ValueError):
     """A prompt that cannot be answered: empty, or longer than the model's context."""
+
+
+class BusyError(ReaderError):
+    """The engine has as much to do as it may; ask again later."""
+
+
+class BatchError(ReaderError):
+    """Some answers of a batch failed.
+
+    Attributes:
+        results: For each prompt its answer, or the error that ended it.
+    """
+
+    def __init__(self, message: str, results: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.results = tuple(results)
 
 
 class GrammarError(ReaderError):

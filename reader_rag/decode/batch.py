@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from reader_rag.decode.observer import StepReport
 from reader_rag.decode.request import Request
 from reader_rag.decode.step import Step
 from reader_rag.draft.tree import DraftTree
@@ -48,19 +50,24 @@ def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, Except
         trees = {request: tree.head(size) for (request, tree), size in zip(trees.items(), sizes, strict=True)}
     drafted = time.perf_counter()
     lengths = [request.cache.length for request in trees]
-    rows = sum(len(tree) + 1 for tree in trees.values())
+    positions = sum(len(tree) + 1 for tree in trees.values())
+    emitted: list[int] = []
+    accepted: list[Counter[str]] = []
     for request, logits in _verified(engine, trees, failed).items():
         try:
-            request.accept(trees[request], logits)
+            count, sources = request.accept(trees[request], logits)
+            emitted.append(count)
+            accepted.append(sources)
         except Exception as error:
             failed[request] = error
     ended = time.perf_counter()
     if costs is not None and not failed:
-        if engine.target.pads and len(trees) > 1:
-            rows = len(trees) * (1 + max(len(tree) for tree in trees.values()))
+        widest = 1 + max(len(tree) for tree in trees.values())
+        rows = len(trees) * widest if engine.target.pads else positions
         costs.observe(rows, sum(lengths) // len(lengths), ended - drafted)
     for request in requests:
         request.spent(ended - started, drafting[request])
+    engine.observers.tell("stepped", StepReport(positions, accepted, emitted, sum(drafting.values()), ended - started))
     return failed
 
 

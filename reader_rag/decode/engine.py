@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
+from reader_rag.config import BatchConfig, DraftConfig, Exactness, Forward, GenerationConfig
 from reader_rag.decode.costs import StepCosts, remembered
+from reader_rag.decode.delivery import ScheduledStream
+from reader_rag.decode.fair_lock import FairLock
 from reader_rag.decode.find_target import find_target
 from reader_rag.decode.grammar import Constraint, GrammarCompiler
 from reader_rag.decode.learned import LearnedByTenant
+from reader_rag.decode.observer import Load, Observers
+from reader_rag.decode.offline import generate_all
 from reader_rag.decode.processors import make_processors, private
 from reader_rag.decode.request import Asked, StoppingCriterion
+from reader_rag.decode.scheduler import Scheduler
 from reader_rag.decode.select import Processor, Selector, make_selector
 from reader_rag.decode.stream import GenerationStream
 from reader_rag.decode.types import Drafting, Generation, Passage, Prompt
@@ -30,6 +35,28 @@ from reader_rag.errors import ConfigError, PromptError
 from reader_rag.model_cache import cache_folder
 
 _UNKNOWN_WINDOW = 1 << 20
+
+
+class Wishes(TypedDict, total=False):
+    """What may be asked of an answer besides its `GenerationConfig`.
+
+    Attributes:
+        tenant: On whose behalf; nothing learned from one tenant's text is used for another.
+        draft: Overrides the engine's.
+        logits_processor: Processors of `transformers`, or functions of (token ids [1, length], scores
+            [1, vocabulary]): applied after those of `generation` and before temperature and the like, once for
+            every token, in order, with all tokens before it. An answer works on copies of its own, which begin in
+            the state that these are in.
+        stopping_criteria: Criteria of `transformers`, or functions of (token ids [1, length], None): asked after
+            every token, likewise.
+        selector: Chooses the tokens instead of all that.
+    """
+
+    tenant: str
+    draft: DraftConfig | None
+    logits_processor: Sequence[Processor]
+    stopping_criteria: Sequence[StoppingCriterion]
+    selector: Selector | None
 
 
 class Engine:
@@ -51,6 +78,7 @@ class Engine:
             `forward`, which "torch" always calls.
         strict_width: Positions of every pass in strict mode where shapes are fixed, 2 to 256: drafts are one shorter.
             None takes what pays on the kind of device.
+        batch: How many requests of `submit` are decoded together.
         name: What messages and metadata call the model.
 
     Attributes:
@@ -70,6 +98,7 @@ class Engine:
         exactness: Exactness = "fast",
         forward: Forward = "auto",
         strict_width: int | None = None,
+        batch: BatchConfig | None = None,
         name: str = "",
     ) -> None:
         if forward not in ("auto", "torch"):
@@ -92,7 +121,10 @@ class Engine:
         self.context_window = self.target.context_window or _UNKNOWN_WINDOW
         self.eos_ids = _eos_ids(model, tokenizer)
         # Reentrant: a processor or a criterion may ask the engine something itself.
-        self.lock = threading.RLock()
+        self.lock = FairLock()
+        self.observers = Observers()
+        """Are told what the engine does."""
+        self.scheduler = Scheduler(self, batch or BatchConfig())
         self.costs: StepCosts | None = None
         """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""
         self.learned = LearnedByTenant(_profile(model, tokenizer))
@@ -110,6 +142,7 @@ class Engine:
         exactness: Exactness = "fast",
         forward: Forward = "auto",
         strict_width: int | None = None,
+        batch: BatchConfig | None = None,
         trust_remote_code: bool = False,
     ) -> Engine:
         """Load a model by alias, local folder or hub id.
@@ -122,6 +155,7 @@ class Engine:
             exactness: See `Engine`.
             forward: See `Engine`.
             strict_width: See `Engine`.
+            batch: See `Engine`.
             trust_remote_code: Whether code that comes with the model may run.
 
         Raises:
@@ -138,6 +172,7 @@ class Engine:
             exactness=exactness,
             forward=forward,
             strict_width=strict_width,
+            batch=batch,
             name=model,
         )
 
@@ -183,12 +218,7 @@ class Engine:
         prompt: Prompt,
         generation: GenerationConfig | None = None,
         passages: Sequence[Passage] = (),
-        *,
-        tenant: str = "",
-        draft: DraftConfig | None = None,
-        logits_processor: Sequence[Processor] = (),
-        stopping_criteria: Sequence[StoppingCriterion] = (),
-        selector: Selector | None = None,
+        **wishes: Unpack[Wishes],
     ) -> GenerationStream:
         """Decode step by step.
 
@@ -197,15 +227,7 @@ class Engine:
             generation: Length, stop strings, sampling.
             passages: Retrieved texts that the answer may repeat. Where the prompt contains one, its tokens there are
                 marked as its own; the others are searched besides the prompt.
-            tenant: On whose behalf; nothing learned from one tenant's text is used for another.
-            draft: Overrides the engine's.
-            logits_processor: Processors of `transformers`, or functions of (token ids [1, length], scores
-                [1, vocabulary]): applied after those of `generation` and before temperature and the like, once for
-                every token, in order, with all tokens before it. An answer works on copies of its own, which begin in
-                the state that these are in.
-            stopping_criteria: Criteria of `transformers`, or functions of (token ids [1, length], None): asked after
-                every token, likewise.
-            selector: Chooses the tokens instead of all that.
+            wishes: What else may be asked for.
 
         Returns:
             An iterator over chunks; its first `next` does the prefill.
@@ -215,23 +237,52 @@ class Engine:
             ConfigError: A processor, a criterion, a grammar or a setting cannot be used.
             MissingDependencyError: There is a grammar, and llguidance is not installed.
         """
-        return GenerationStream(
-            self,
-            self._asked(prompt, generation, passages, tenant, draft, logits_processor, stopping_criteria, selector),
-        )
+        return GenerationStream(self, self.asked(prompt, generation, passages, **wishes))
 
-    def _asked(
+    def submit(
         self,
         prompt: Prompt,
-        generation: GenerationConfig | None,
-        passages: Sequence[Passage],
-        tenant: str,
-        draft: DraftConfig | None,
-        logits_processor: Sequence[Processor],
-        stopping_criteria: Sequence[StoppingCriterion],
-        selector: Selector | None,
+        generation: GenerationConfig | None = None,
+        passages: Sequence[Passage] = (),
+        **wishes: Unpack[Wishes],
+    ) -> ScheduledStream | GenerationStream:
+        """Decode together with the other requests of all threads, on a thread of the engine's own; never waits.
+
+        Arguments as in `stream`, and the same answer.
+
+        Returns:
+            An iterator over chunks, for a thread or an event loop. The engine's thread cannot wait for itself: a
+            processor that asks the engine something gets what `stream` returns.
+
+        Raises:
+            BusyError: As many requests wait already as may (`BatchConfig.max_waiting`).
+            ConfigError: See `stream`; or prompt and answer need more memory than `BatchConfig.max_cache_bytes`.
+            PromptError: See `stream`.
+            MissingDependencyError: See `stream`.
+        """
+        return self.open(self.asked(prompt, generation, passages, **wishes))
+
+    def open(self, asked: Asked) -> ScheduledStream | GenerationStream:
+        """`submit` what `asked` has settled."""
+        return GenerationStream(self, asked) if self.scheduler.is_here else self.scheduler.submit(asked)
+
+    @property
+    def busy(self) -> Load:
+        """What `submit` has it do now."""
+        return self.scheduler.load
+
+    def close(self) -> None:
+        """End all requests of `submit`; a later one is decoded again."""
+        self.scheduler.close()
+
+    def asked(
+        self,
+        prompt: Prompt,
+        generation: GenerationConfig | None = None,
+        passages: Sequence[Passage] = (),
+        **wishes: Unpack[Wishes],
     ) -> Asked:
-        """Check and settle what `stream` was asked."""
+        """Check and settle what `stream` is asked; arguments and errors are its."""
         length = len(prompt.token_ids)
         if not length:
             raise PromptError("the prompt is empty; ask something")
@@ -241,12 +292,13 @@ class Engine:
                 "shorten it, or retrieve fewer passages (--top-k)"
             )
         generation = generation or GenerationConfig()
-        processors, criteria = private(logits_processor, stopping_criteria)
-        constraint = None
+        processors, criteria = private(wishes.get("logits_processor", ()), wishes.get("stopping_criteria", ()))
+        selector, constraint = wishes.get("selector"), None
         if selector is None:
             constraint = self._constraint(prompt, generation)
             selector = self.selector(prompt, generation, processors, constraint)
-        return Asked(prompt, generation, draft or self.draft, selector, tuple(passages), tenant, criteria, constraint)
+        draft, tenant = wishes.get("draft") or self.draft, wishes.get("tenant", "")
+        return Asked(prompt, generation, draft, selector, tuple(passages), tenant, criteria, constraint)
 
     def know_costs(self, max_nodes: int) -> None:
         """Measure what steps cost, or remember it from an earlier process, unless it is known.
@@ -292,29 +344,56 @@ class Engine:
         )
         return make_selector(generation, processors)
 
+    @overload
     def generate(
         self,
         prompt: Prompt,
         generation: GenerationConfig | None = None,
         passages: Sequence[Passage] = (),
+        **wishes: Unpack[Wishes],
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        generation: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        passages: Sequence[Sequence[Passage]] = (),
         *,
-        tenant: str = "",
-        draft: DraftConfig | None = None,
-        logits_processor: Sequence[Processor] = (),
-        stopping_criteria: Sequence[StoppingCriterion] = (),
-        selector: Selector | None = None,
-    ) -> Generation:
-        """Decode to the end; arguments and errors as in `stream`."""
-        with self.stream(
-            prompt,
-            generation,
-            passages,
-            tenant=tenant,
-            draft=draft,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            selector=selector,
-        ) as stream:
+        progress: bool = False,
+        **wishes: Unpack[Wishes],
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        generation: Any = None,
+        passages: Sequence[Any] = (),
+        *,
+        progress: bool = False,
+        **wishes: Unpack[Wishes],
+    ) -> Generation | list[Generation]:
+        """Decode to the end: one prompt, or many together.
+
+        Args:
+            prompt: What to continue; a sequence of prompts is decoded in batches (`BatchConfig`), each prompt to the
+                answer that it gets alone.
+            generation: See `stream`; for many prompts one for all or one for each.
+            passages: See `stream`; for many prompts, those of each.
+            progress: Whether to show a progress bar over many prompts.
+            wishes: See `Wishes`; a selector for one prompt only.
+
+        Returns:
+            The answer, or the answers in the order of the prompts.
+
+        Raises:
+            PromptError: See `stream`; before anything is decoded, whichever prompt it is.
+            ConfigError: See `stream`; or there are not as many settings or passages as prompts.
+            BatchError: Answers failed; it holds the others.
+        """
+        if not isinstance(prompt, Prompt):
+            return generate_all(self, prompt, generation, passages, progress=progress, **wishes)
+        with self.stream(prompt, generation, passages, **wishes) as stream:
             for _ in stream:
                 pass
             return stream.result

@@ -97,6 +97,10 @@ class PlainTarget:
             return PlainCache()
         return PlainCache({name: DynamicCache(config=self.config)})  # some fill it and do not hand it back
 
+    def cache_bytes(self, positions: int, max_nodes: int) -> int:
+        """0: what such a model keeps of a text does not grow with it, or not in a way that is known here."""
+        return 0
+
     def prefill(self, token_ids: Sequence[int], cache: PlainCache, seen: SeenLogits | None = None) -> torch.Tensor:
         """See `Target.prefill`."""
         return last_of(self.read(token_ids, cache, seen))

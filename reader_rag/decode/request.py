@@ -100,7 +100,8 @@ class Request:
         self._taken = 0
         self._counts: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
-        self._seconds = {"ttft": 0.0, "decode": 0.0, "draft": 0.0}
+        self._seconds = {"queue": 0.0, "ttft": 0.0, "decode": 0.0, "draft": 0.0}
+        self._began = 0.0
         self._state: _State | None = None
         self._copied: tuple[CopiedSpan, ...] = ()
         generation = asked.generation
@@ -143,9 +144,6 @@ class Request:
     @torch.inference_mode()
     def read(self) -> None:
         """Read a chunk of the prompt; the last one emits the first token."""
-        if self._state is None and self.drafts:
-            self._engine.know_costs(self.asked.draft.max_nodes)
-        started = time.perf_counter()
         state = self._state = self._state or self._begin()
         logits = next(state.reading)
         if state.cache.length == len(self.asked.prompt.token_ids):
@@ -155,10 +153,13 @@ class Request:
             self._take(token)
             self._record(logits, [0], [token])
             self._emit(state, nothing, [], [token])
-        self._seconds["ttft"] += time.perf_counter() - started
+            self._seconds["ttft"] = time.perf_counter() - self._began
 
     def _begin(self) -> _State:
         asked = self.asked
+        if self.drafts:
+            self._engine.know_costs(asked.draft.max_nodes)
+        self._began = time.perf_counter()
         draft = asked.draft if self.drafts else replace(asked.draft, max_successors=0, calibrates=False)
         learned = self._engine.learned.of(asked.tenant, draft)
         return _State(self._engine, asked.prompt, asked.passages, draft, self._max_tokens, learned)
@@ -187,12 +188,15 @@ class Request:
             tree = tree.chain()
         return tree
 
-    def accept(self, tree: DraftTree, logits: torch.Tensor) -> None:
+    def accept(self, tree: DraftTree, logits: torch.Tensor) -> tuple[int, Counter[str]]:
         """Emit what the target says of a draft, and keep what agrees with it.
 
         Args:
             tree: What was verified: a head of the last draft.
             logits: [1 + nodes, vocabulary].
+
+        Returns:
+            How many tokens were emitted, and the accepted nodes by source.
         """
         state = self._state
         assert state is not None
@@ -204,7 +208,11 @@ class Request:
         self._counts["steps"] += 1
         self._counts["drafted"] += len(tree)
         self._record(logits, rows[: len(emitted)], emitted)
-        self._emit(state, tree, accepted, emitted)
+        return len(emitted), self._emit(state, tree, accepted, emitted)
+
+    def queued(self, seconds: float) -> None:
+        """Count the time that it waited for a place."""
+        self._seconds["queue"] = seconds
 
     def spent(self, seconds: float, drafting: float) -> None:
         """Count the time of a step.
@@ -238,6 +246,7 @@ class Request:
             drafted=self._counts["drafted"],
             accepted=sum(self._accepted.values()),
             accepted_by_source=dict(self._accepted),
+            queue_s=self._seconds["queue"],
             ttft_s=self._seconds["ttft"],
             decode_s=self._seconds["decode"],
             draft_s=self._seconds["draft"],
@@ -266,17 +275,20 @@ class Request:
             self.finish = "length"
         return self.finish is not None
 
-    def _emit(self, state: _State, tree: DraftTree, accepted: list[int], emitted: list[int]) -> None:
-        """Note where the emitted tokens came from, and learn how the draft fared."""
+    def _emit(self, state: _State, tree: DraftTree, accepted: list[int], emitted: list[int]) -> Counter[str]:
+        """Note where the emitted tokens came from, and learn how the draft fared; accepted nodes by source."""
+        sources: Counter[str] = Counter()
         for k, token in enumerate(emitted):
             if k < len(accepted):
-                self._accepted[state.copied(tree, accepted[k], token)] += 1
+                sources[state.copied(tree, accepted[k], token)] += 1
             else:
                 state.provenance.undrafted(token)
+        self._accepted += sources
         state.builder.observe(emitted)
         state.index.extend(emitted)
         if self.finish is not None:
             self._text.finish()
+        return sources
 
     def _criterion_met(self) -> bool:
         if not self.asked.criteria:

@@ -54,6 +54,9 @@ class AnyTarget(Protocol):
     def new_cache(self, positions: int, max_nodes: int) -> Any:
         """See `Target.new_cache`."""
 
+    def cache_bytes(self, positions: int, max_nodes: int) -> int:
+        """See `Target.cache_bytes`."""
+
     def prefill(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> torch.Tensor:
         """See `Target.prefill`."""
 
@@ -191,6 +194,7 @@ class Target:
         self._head = model.get_output_embeddings()
         self._takes_positions = "position_ids" in parameters or branches
         self._switch = _switch_of_rotation(self.config)
+        self._position_bytes = _position_bytes(self.config, model.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -222,6 +226,11 @@ class Target:
         if self.cpu is not None:
             return TreeCache.in_one_piece(self.cpu.layers, capacity, self.cpu.heads, self.cpu.width, self.cpu.dtype)
         return TreeCache(self.config.num_hidden_layers, capacity)
+
+    def cache_bytes(self, positions: int, max_nodes: int) -> int:
+        """Bytes that a cache of `new_cache` takes; as the configuration says until a first text was read."""
+        capacity = positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
+        return capacity * self._position_bytes
 
     def prefill(self, token_ids: Sequence[int], cache: TreeCache, seen: SeenLogits | None = None) -> torch.Tensor:
         """Commit a prompt; all chunks of `read`, whose arguments these are.
@@ -274,6 +283,7 @@ class Target:
             ids = torch.from_numpy(tokens)[None].to(self.device)
             logits = self._forward(ids, positions, cache, **self._last_only)
         cache.keep(list(range(len(tokens))))
+        self._position_bytes = cache.nbytes // cache.capacity
         if seen is not None and states:
             seen(self._head(states[0][0]))
         elif seen is not None and not self._last_only:
@@ -434,6 +444,14 @@ def context_window(config: Any) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def _position_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one position in all layers, by what configurations usually say of them."""
+    heads = getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return int(2 * config.num_hidden_layers * key_heads * width * dtype.itemsize)
 
 
 def _switch_of_rotation(config: Any) -> int | None:

@@ -135,8 +135,10 @@ class Stats:
         drafted: Drafted nodes over all steps.
         accepted: Drafted nodes that were accepted.
         accepted_by_source: The same by source name ("context", "passage", "successor").
-        ttft_s: Seconds from the start to the first token, less the measurement of step costs that an engine makes once.
-        decode_s: Seconds from the first token to the last, as the engine worked (time the consumer took is left out).
+        queue_s: Seconds that the request waited for a place among others.
+        ttft_s: Seconds from then to the first token, less the measurement of step costs that an engine makes once.
+        decode_s: Seconds of its steps from the first token to the last (time the consumer took is left out). Answers
+            that are decoded together share steps, and each counts all of their time.
         draft_s: Seconds of `decode_s` spent making drafts.
         cache_bytes: Bytes held for keys and values.
     """
@@ -147,6 +149,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    queue_s: float = 0.0
     ttft_s: float = 0.0
     decode_s: float = 0.0
     draft_s: float = 0.0

@@ -1,0 +1,295 @@
+"""Continuous batching: requests of any threads share the steps of one worker thread.
+
+Between two steps requests join and leave. A step is one chunk of one prompt, if any is to be read, and one verified
+draft of every answer, so a long prompt delays the others by one chunk at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from reader_rag.config import BatchConfig
+from reader_rag.decode.batch import advance
+from reader_rag.decode.delivery import Delivery, ScheduledStream
+from reader_rag.decode.observer import Load, Outcome
+from reader_rag.decode.request import Asked, Request
+from reader_rag.errors import BusyError, ConfigError
+
+if TYPE_CHECKING:
+    from reader_rag.decode.engine import Engine
+
+_ROWS_ON_CPU, _ROWS_ELSEWHERE = 8, 32
+_SHARE_OF_FREE_MEMORY = 0.5
+_IDLE_S = 10.0
+"""After so long without a request the worker thread ends; the next request starts another."""
+
+SLACK = 1.25
+"""What keys and values of a padded batch may take, times rows times the longest row; see `BatchCache`."""
+
+_running: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+_closed_at_exit = threading.Lock()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is in the middle of a step when the interpreter goes would crash it."""
+    with _closed_at_exit:
+        running = list(_running)
+    for scheduler in running:
+        scheduler.close()
+
+
+@dataclass(eq=False)
+class _Row:
+    """A request, from when it was submitted until it has ended."""
+
+    request: Request
+    delivery: Delivery
+    cache_bytes: int
+    submitted: float = field(default_factory=time.monotonic)
+
+
+class _Queue:
+    """Requests that wait: tenants in turn, the requests of a tenant in the order they came."""
+
+    def __init__(self) -> None:
+        self._by_tenant: OrderedDict[str, deque[_Row]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(rows) for rows in self._by_tenant.values())
+
+    def __iter__(self) -> Iterator[_Row]:
+        for rows in self._by_tenant.values():
+            yield from rows
+
+    def append(self, row: _Row) -> None:
+        self._by_tenant.setdefault(row.request.asked.tenant, deque()).append(row)
+
+    def first(self) -> _Row | None:
+        """Whose turn it is."""
+        return next(iter(self), None)
+
+    def remove(self, row: _Row) -> None:
+        """Take a request out; its tenant's next one waits until all others had their turn."""
+        tenant = row.request.asked.tenant
+        rows = self._by_tenant.pop(tenant)
+        rows.remove(row)
+        if rows:
+            self._by_tenant[tenant] = rows
+
+
+class Scheduler:
+    """Decodes the requests of all threads together.
+
+    Room for a request's prompt and longest answer is reserved before it begins, so none is ever put back. A request
+    that waits for room is not overtaken by smaller ones.
+
+    Args:
+        engine: What decodes; others may use it too, between the steps.
+        limits: How many requests are decoded at once, and how long others wait.
+    """
+
+    def __init__(self, engine: Engine, limits: BatchConfig) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._changed = threading.Condition()
+        self._waiting = _Queue()
+        self._rows: list[_Row] = []
+        self._closing = False
+        self._worker: threading.Thread | None = None
+        self._most_bytes: int | None = limits.max_cache_bytes
+
+    @property
+    def max_rows(self) -> int:
+        """Most answers in the making at once."""
+        if self._limits.max_rows is not None:
+            return self._limits.max_rows
+        return _ROWS_ON_CPU if self._engine.target.device.type == "cpu" else _ROWS_ELSEWHERE
+
+    @property
+    def max_cache_bytes(self) -> int:
+        """Most bytes of keys and values at once."""
+        if self._most_bytes is None:
+            self._most_bytes = int(_SHARE_OF_FREE_MEMORY * _free_bytes(self._engine.target.device))
+        return self._most_bytes
+
+    @property
+    def load(self) -> Load:
+        """What it is busy with."""
+        with self._changed:
+            return self._load()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is its own thread, which cannot wait for itself."""
+        return threading.current_thread() is self._worker
+
+    def submit(self, asked: Asked) -> ScheduledStream:
+        """Have a request decoded; never waits.
+
+        Args:
+            asked: What it is asked for.
+
+        Returns:
+            Its answer in the making.
+
+        Raises:
+            BusyError: As many requests wait already as may.
+            ConfigError: It needs more memory than all requests together may take.
+        """
+        request = Request(self._engine, asked)
+        needed = self._engine.target.cache_bytes(request.positions, asked.draft.max_nodes)
+        if needed > self.max_cache_bytes:
+            raise ConfigError(
+                f"prompt and answer need {_mebibytes(needed)} of keys and values, and max_cache_bytes is "
+                f"{_mebibytes(self.max_cache_bytes)}; lower max_tokens, shorten the prompt or raise the limit"
+            )
+        row = _Row(request, Delivery(), needed)
+        with self._changed:
+            if len(self._waiting) >= self._limits.max_waiting:
+                raise BusyError(f"{len(self._waiting)} requests are waiting already (max_waiting); ask again later")
+            self._waiting.append(row)
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._run, name="reader-rag-scheduler", daemon=True)
+                self._worker.start()
+            self._changed.notify()
+            load = self._load()
+        self._engine.observers.tell("loaded", load)
+        return ScheduledStream(self._engine, request, row.delivery)
+
+    def close(self) -> None:
+        """End all requests, and wait for the step that is running."""
+        with self._changed:
+            for row in [*self._rows, *self._waiting]:
+                row.delivery.cancel()
+            worker = self._worker
+            self._closing = True
+            self._changed.notify()
+        if worker is not None and not self.is_here:
+            worker.join()
+
+    def _load(self) -> Load:
+        return Load(len(self._rows), len(self._waiting), self._reserved(self._rows))
+
+    def _reserved(self, rows: Sequence[_Row]) -> int:
+        """Most bytes of keys and values that requests may come to hold together."""
+        sizes = [row.cache_bytes for row in rows]
+        if self._engine.target.pads and len(rows) > 1:
+            return int(SLACK * len(sizes) * max(sizes))
+        return sum(sizes)
+
+    # -- the worker thread --
+
+    def _run(self) -> None:
+        with _closed_at_exit:
+            _running.add(self)
+        while True:
+            with self._changed:
+                if not self._rows:
+                    self._changed.wait_for(lambda: self._waiting or self._closing, _IDLE_S)
+                if not self._rows and not self._waiting:
+                    self._worker, self._closing = None, False
+                    return
+                gone = self._gone()
+                begun = self._admit()
+            for row, error in gone:
+                row.delivery.end(error)
+                self._tell_end(row, "cancelled" if error is None else "failed")
+            if begun:
+                self._engine.observers.tell("loaded", self.load)
+            with self._engine.lock:
+                try:
+                    self._step()
+                except Exception as error:  # not of one request: all readers must learn of it
+                    for row in list(self._rows):
+                        self._end(row, "failed", error)
+
+    def _gone(self) -> list[tuple[_Row, BusyError | None]]:
+        """Take out those that wait no more, and why."""
+        now, longest = time.monotonic(), self._limits.max_wait_s
+        gone: list[tuple[_Row, BusyError | None]] = []
+        for row in list(self._waiting):
+            if row.delivery.cancelled:
+                gone.append((row, None))
+            elif longest is not None and now - row.submitted > longest:
+                gone.append((row, BusyError(f"no place within {longest:g} seconds (max_wait_s); ask again later")))
+        for row, _ in gone:
+            self._waiting.remove(row)
+        return gone
+
+    def _admit(self) -> bool:
+        """Give waiting requests a place; whether any was given one."""
+        begun = False
+        while len(self._rows) < self.max_rows and (row := self._waiting.first()) is not None:
+            if self._reserved([*self._rows, row]) > self.max_cache_bytes:
+                break
+            self._waiting.remove(row)
+            self._rows.append(row)
+            row.request.queued(time.monotonic() - row.submitted)
+            begun = True
+        return begun
+
+    def _step(self) -> None:
+        """One chunk of the prompt that came first, and one verified draft of every answer."""
+        for row in [row for row in self._rows if row.delivery.cancelled]:
+            self._end(row, "cancelled")
+        reading = next((row for row in self._rows if row.request.reading), None)
+        if reading is not None:
+            try:
+                reading.request.read()
+            except Exception as error:
+                self._end(reading, "failed", error)
+            else:
+                self._deliver(reading)
+        going = {row.request: row for row in self._rows if not row.request.reading and row is not reading}
+        if going:
+            failed = advance(self._engine, list(going))
+            for request, row in going.items():
+                if request in failed:
+                    self._end(row, "failed", failed[request])
+                else:
+                    self._deliver(row)
+
+    def _deliver(self, row: _Row) -> None:
+        if row.request.reading:
+            return
+        finish = row.request.finish
+        if finish is not None:
+            row.request.release()
+        row.delivery.put(row.request.take())
+        if finish is not None:
+            self._end(row, finish)
+
+    def _end(self, row: _Row, outcome: Outcome, error: Exception | None = None) -> None:
+        """Free what a request holds. Its error is handed to whoever waits for its answer."""
+        try:
+            row.request.release()
+        finally:
+            with self._changed:
+                self._rows.remove(row)
+            row.delivery.end(error)
+        self._tell_end(row, outcome)
+        self._engine.observers.tell("loaded", self.load)
+
+    def _tell_end(self, row: _Row, outcome: Outcome) -> None:
+        self._engine.observers.tell("answered", row.request.result.stats, outcome)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"
