@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -29,8 +28,8 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.schema import BaseNode, NodeWithScore
 
-from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
-from reader_rag.decode.types import Chunk, Generation, Passage, Prompt, TokenLogprobs
+from reader_rag.config import BatchConfig, DraftConfig, Exactness, Forward, GenerationConfig
+from reader_rag.decode.types import Generation, Passage, Prompt, TokenLogprobs
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.grammar import Grammar
 from reader_rag.hooks import ContextHooks, passages_from
@@ -39,15 +38,20 @@ from reader_rag.models import DEFAULT_MODEL
 from reader_rag.structured import StructuredOutput
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from transformers import PreTrainedTokenizerBase
 
+    from reader_rag.decode.delivery import ScheduledStream
     from reader_rag.decode.engine import Engine
     from reader_rag.decode.request import StoppingCriterion
     from reader_rag.decode.select import Processor
     from reader_rag.decode.stream import GenerationStream
 
+    _Stream: TypeAlias = ScheduledStream | GenerationStream
+
 # Settings that an engine was made with; they cannot be given again for an engine that exists.
-_ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "forward", "trust_remote_code"})
+_ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "forward", "trust_remote_code", "batch"})
 
 # What LlamaIndex's own parts pass to any LLM and what means nothing to a local one: HTTP headers
 # (DocumentContextExtractor).
@@ -111,8 +115,8 @@ class _Call:
 class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     """A local LLM whose drafts are copied from prompt and passages and verified by the model itself.
 
-    One engine serves any number of calls from threads and event loops; each engine step belongs to one call, so
-    open streams advance in turn. Copies (`with_sources`, `plain`, `model_copy`) share the engine.
+    One engine serves any number of calls from threads and event loops: calls that run at the same time are decoded
+    together. Copies (`with_sources`, `plain`, `model_copy`) share the engine.
 
     Attributes:
         model: Alias ("smollm2-135m"), hub id or local folder.
@@ -121,6 +125,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         exactness: "fast", or "strict" for the bits of plain decoding in 16-bit types.
         forward: "auto", or "torch" to have the model's own `forward` called where compiled loops would be faster.
         trust_remote_code: Run code that comes with the model.
+        batch: How many calls are decoded together; None takes what suits the device.
         max_nodes: Most drafted tokens per step; 0 decodes plainly.
         speculate: False decodes plainly.
         max_tokens: Most tokens of an answer.
@@ -154,6 +159,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     exactness: Exactness = Field(default="fast", frozen=True)
     forward: Forward = Field(default="auto", frozen=True)
     trust_remote_code: bool = Field(default=False, frozen=True)
+    batch: BatchConfig | None = Field(default=None, frozen=True)
     max_nodes: int = DraftConfig().max_nodes
     speculate: bool = True
     max_tokens: int = 256
@@ -170,7 +176,6 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     context_window: int | None = Field(default=None, frozen=True)
 
     _engine: Engine = PrivateAttr()
-    _steps: ThreadPoolExecutor = PrivateAttr()
     _draft: DraftConfig = PrivateAttr(default=DraftConfig())
     _sources: tuple[Passage, ...] = PrivateAttr(default=())
     _context: Passage | None = PrivateAttr(default=None)
@@ -192,8 +197,6 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         self._call({})  # refuses bad settings before a model is loaded
         self._engine = engine if engine is not None else self._load()
         self._check_window()
-        # One thread: steps of one engine cannot overlap anyhow, and a queue of single steps serves streams in turn.
-        self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader-llm")
 
     @classmethod
     def from_engine(cls, engine: Engine, **settings: Any) -> Self:
@@ -293,14 +296,14 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat without blocking the event loop; see `chat`."""
-        stream = await self._on_thread(self._open_chat, messages, self._call(kwargs))
+        stream = await asyncio.to_thread(self._open_chat, messages, self._call(kwargs))
         generation = await self._afinish(stream)
         return self._chat_response(generation.text, None, generation.logprobs, generation)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer a chat step by step without blocking the event loop; see `chat`."""
-        stream = await self._on_thread(self._open_chat, messages, self._call(kwargs))
+        stream = await asyncio.to_thread(self._open_chat, messages, self._call(kwargs))
         return self._aresponses(stream, self._chat_response)
 
     @llm_completion_callback()
@@ -330,14 +333,14 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt without blocking the event loop; see `complete`."""
-        stream = await self._on_thread(self._open_completion, prompt, formatted, self._call(kwargs))
+        stream = await asyncio.to_thread(self._open_completion, prompt, formatted, self._call(kwargs))
         generation = await self._afinish(stream)
         return self._completion_response(generation.text, None, generation.logprobs, generation)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Answer a prompt step by step without blocking the event loop; see `complete`."""
-        stream = await self._on_thread(self._open_completion, prompt, formatted, self._call(kwargs))
+        stream = await asyncio.to_thread(self._open_completion, prompt, formatted, self._call(kwargs))
         return self._aresponses(stream, self._completion_response)
 
     # -- from a call to a stream --
@@ -353,6 +356,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             exactness=self.exactness,
             forward=self.forward,
             trust_remote_code=self.trust_remote_code,
+            batch=self.batch,
         )
 
     @property
@@ -408,7 +412,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             return speculate
         return (self.speculate or max_nodes is not None) and limit > 0
 
-    def _open_chat(self, messages: Sequence[ChatMessage], call: _Call) -> GenerationStream:
+    def _open_chat(self, messages: Sequence[ChatMessage], call: _Call) -> _Stream:
         if not messages:
             raise PromptError("there is no message to answer; pass at least one")
         if self.system_prompt and messages[0].role not in (MessageRole.SYSTEM, MessageRole.DEVELOPER):
@@ -419,7 +423,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         assert self.messages_to_prompt is not None  # LLM sets it
         return self._open(self._encode(self.messages_to_prompt(messages)), call)
 
-    def _open_completion(self, prompt: str, formatted: bool, call: _Call) -> GenerationStream:
+    def _open_completion(self, prompt: str, formatted: bool, call: _Call) -> _Stream:
         if not prompt.strip():
             raise PromptError("the prompt is empty; write a question")
         if formatted:
@@ -438,7 +442,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         offsets = None if prompt.offsets is None else prompt.offsets[1:]
         return replace(prompt, token_ids=prompt.token_ids[1:], offsets=offsets)
 
-    def _open(self, prompt: Prompt, call: _Call) -> GenerationStream:
+    def _open(self, prompt: Prompt, call: _Call) -> _Stream:
         generation = call.generation
         if self.context_window is not None:
             room = self.context_window - len(prompt.token_ids)
@@ -448,7 +452,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
                     "shorten the prompt or raise context_window"
                 )
             generation = replace(generation, max_tokens=min(generation.max_tokens, room))
-        return self._engine.stream(
+        return self._engine.submit(
             prompt,
             generation,
             call.passages,
@@ -501,33 +505,22 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         raw = {"model": self.model, "usage": usage, "finish_reason": done.finish_reason}
         return raw, done.stats.to_dict() | {"copied": [asdict(span) for span in done.copied]}
 
-    async def _on_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._steps, function, *arguments)
-
-    async def _achunks(self, stream: GenerationStream) -> AsyncGenerator[Chunk, None]:
-        # Closing never blocks: a step that still runs when the consumer is cancelled is finished by its thread.
-        with closing(stream):
-            while (chunk := await self._on_thread(next, stream, None)) is not None:
-                yield chunk
-
-    async def _aresponses(
-        self, stream: GenerationStream, respond: _Respond[ResponseT]
-    ) -> AsyncGenerator[ResponseT, None]:
+    async def _aresponses(self, stream: _Stream, respond: _Respond[ResponseT]) -> AsyncGenerator[ResponseT, None]:
         text = ""
-        async with aclosing(self._achunks(stream)) as chunks:
-            async for chunk in chunks:
+        with closing(stream):  # which never waits, not even for a step that is running
+            async for chunk in stream:
                 text += chunk.text
                 done = stream.result if chunk.finish_reason is not None else None
                 yield respond(text, chunk.text, chunk.logprobs, done)
 
-    async def _afinish(self, stream: GenerationStream) -> Generation:
-        async with aclosing(self._achunks(stream)) as chunks:
-            async for _ in chunks:
+    async def _afinish(self, stream: _Stream) -> Generation:
+        with closing(stream):
+            async for _ in stream:
                 pass
-        return stream.result
+            return stream.result
 
 
-def _responses(stream: GenerationStream, respond: _Respond[ResponseT]) -> Generator[ResponseT, None, None]:
+def _responses(stream: _Stream, respond: _Respond[ResponseT]) -> Generator[ResponseT, None, None]:
     text = ""
     with closing(stream):
         for chunk in stream:
@@ -536,7 +529,7 @@ def _responses(stream: GenerationStream, respond: _Respond[ResponseT]) -> Genera
             yield respond(text, chunk.text, chunk.logprobs, done)
 
 
-def _finish(stream: GenerationStream) -> Generation:
+def _finish(stream: _Stream) -> Generation:
     with closing(stream):
         for _ in stream:
             pass

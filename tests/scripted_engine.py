@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +71,7 @@ class ScriptedEngine:
         self.step_begun = threading.Event()
         self.may_step = threading.Event()
         self.may_step.set()
+        self.worker = ThreadPoolExecutor(1)
 
     def encode(self, text: str) -> Prompt:
         return Prompt(self.tokenizer(text)["input_ids"], text)
@@ -78,7 +81,7 @@ class ScriptedEngine:
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return Prompt(self.tokenizer(text, add_special_tokens=False)["input_ids"], text)
 
-    def stream(
+    def submit(
         self,
         prompt: Prompt,
         generation: GenerationConfig,
@@ -97,7 +100,7 @@ class ScriptedEngine:
         return self.streams[-1]
 
 
-class ScriptedStream(Iterator[Chunk]):
+class ScriptedStream(Iterator[Chunk], AsyncIterator[Chunk]):
     def __init__(self, engine: ScriptedEngine, prompt: Prompt, generation: GenerationConfig) -> None:
         pieces = engine.script or backwards(prompt.text)
         self.finish_reason = "length" if len(pieces) > generation.max_tokens else "stop"
@@ -118,6 +121,12 @@ class ScriptedStream(Iterator[Chunk]):
             self.steps += 1
             done = self.steps == len(self.pieces)
             return Chunk(self.pieces[self.steps - 1], (self.steps,), self.finish_reason if done else None)
+
+    async def __anext__(self) -> Chunk:
+        chunk = await asyncio.get_running_loop().run_in_executor(self.engine.worker, next, self, None)
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
 
     def close(self) -> None:
         self.closed.set()

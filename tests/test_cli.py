@@ -445,13 +445,13 @@ def test_chat_says_when_nothing_was_found(store: Path) -> None:
 
 def test_chat_remembers_what_was_said(store: Path, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[str] = []
-    stream = tiny_engine.stream
+    stream = tiny_engine.submit
 
     def note(prompt: Any, *args: Any, **kwargs: Any) -> Any:
         prompts.append(prompt.text)
         return stream(prompt, *args, **kwargs)
 
-    monkeypatch.setattr(tiny_engine, "stream", note)
+    monkeypatch.setattr(tiny_engine, "submit", note)
     _run("chat", "--store", store, "--max-tokens", "2", typed="first heron\nsecond heron\n/reset\nthird heron\n")
     assert [re.findall("user: (.*)", prompt) for prompt in prompts] == [
         ["first heron"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 from reader_rag.decode.batch import advance
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reader_rag.decode.engine import Engine
 
 
-class GenerationStream(Iterator[Chunk]):
+class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
     """One answer in the making; see `Engine.stream`.
 
     Close it (or use it in a `with`) to end early: its cache is freed at once.
@@ -50,6 +50,13 @@ class GenerationStream(Iterator[Chunk]):
         if self._closed:  # by another thread during the step, which left the cache to this one
             self.close()
         return chunk
+
+    async def __anext__(self) -> Chunk:
+        """As `next`. The event loop waits meanwhile: `Engine.submit` is what does not block it."""
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
 
     def _step(self) -> None:
         request = self._request
