@@ -29,10 +29,11 @@ class Delivery:
         """Whether nobody wants the answer any more."""
 
     def put(self, chunk: Chunk) -> None:
-        """Add a chunk."""
+        """Add a chunk, if anybody still wants it."""
         with self._changed:
-            self._chunks.append(chunk)
-            self._tell()
+            if not self.cancelled:
+                self._chunks.append(chunk)
+                self._tell()
 
     def end(self, error: Exception | None = None) -> None:
         """No more chunks come, for this reason if there is one."""

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
@@ -56,7 +56,7 @@ class _Row:
     request: Request
     delivery: Delivery
     cache_bytes: int
-    submitted: float = field(default_factory=time.monotonic)
+    submitted: float
 
 
 class _Queue:
@@ -154,14 +154,13 @@ class Scheduler:
                 f"prompt and answer need {_mebibytes(needed)} of keys and values, and max_cache_bytes is "
                 f"{_mebibytes(self.max_cache_bytes)}; lower max_tokens, shorten the prompt or raise the limit"
             )
-        row = _Row(request, Delivery(), needed)
+        row = _Row(request, Delivery(), needed, time.monotonic())
         with self._changed:
             if len(self._waiting) >= self._limits.max_waiting:
                 raise BusyError(f"{len(self._waiting)} requests are waiting already (max_waiting); ask again later")
             self._waiting.append(row)
             if self._worker is None:
-                self._worker = threading.Thread(target=self._run, name="reader-rag-scheduler", daemon=True)
-                self._worker.start()
+                self._worker = self._start()
             self._changed.notify()
             load = self._load()
         self._engine.observers.tell("loaded", load)
@@ -190,29 +189,43 @@ class Scheduler:
 
     # -- the worker thread --
 
+    def _start(self) -> threading.Thread:
+        worker = threading.Thread(target=self._run, name="reader-rag-scheduler", daemon=True)
+        worker.start()
+        return worker
+
     def _run(self) -> None:
         with _closed_at_exit:
             _running.add(self)
-        while True:
-            with self._changed:
-                if not self._rows:
-                    self._changed.wait_for(lambda: self._waiting or self._closing, _IDLE_S)
-                if not self._rows and not self._waiting:
-                    self._worker, self._closing = None, False
-                    return
-                gone = self._gone()
-                begun = self._admit()
-            for row, error in gone:
-                row.delivery.end(error)
-                self._tell_end(row, "cancelled" if error is None else "failed")
-            if begun:
-                self._engine.observers.tell("loaded", self.load)
-            with self._engine.lock:
-                try:
-                    self._step()
-                except Exception as error:  # not of one request: all readers must learn of it
-                    for row in list(self._rows):
-                        self._end(row, "failed", error)
+        while self._has_work():
+            self._turn()
+
+    def _has_work(self) -> bool:
+        """Wait for a request if there is none; False: none came for long, or this is the end, and the thread ends."""
+        with self._changed:
+            if not self._rows:
+                self._changed.wait_for(lambda: self._waiting or self._closing, _IDLE_S)
+            if self._rows or self._waiting:
+                return True
+            self._worker, self._closing = None, False
+            return False
+
+    def _turn(self) -> None:
+        """Let requests join and leave, then make a step."""
+        with self._changed:
+            begun = self._admit()
+            gone = self._gone()
+        for row, error in gone:
+            row.delivery.end(error)
+            self._tell_end(row, "cancelled" if error is None else "failed")
+        if begun:
+            self._engine.observers.tell("loaded", self.load)
+        with self._engine.lock:
+            try:
+                self._step()
+            except Exception as error:  # not of one request: all readers must learn of it
+                for row in list(self._rows):
+                    self._end(row, "failed", error)
 
     def _gone(self) -> list[tuple[_Row, BusyError | None]]:
         """Take out those that wait no more, and why."""
@@ -231,7 +244,7 @@ class Scheduler:
         """Give waiting requests a place; whether any was given one."""
         begun = False
         while len(self._rows) < self.max_rows and (row := self._waiting.first()) is not None:
-            if self._reserved([*self._rows, row]) > self.max_cache_bytes:
+            if not row.delivery.cancelled and self._reserved([*self._rows, row]) > self.max_cache_bytes:
                 break
             self._waiting.remove(row)
             self._rows.append(row)
