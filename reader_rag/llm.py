@@ -34,6 +34,7 @@ from reader_rag.decode.types import Chunk, Generation, Passage, Prompt, TokenLog
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.grammar import Grammar
 from reader_rag.hooks import ContextHooks, passages_from
+from reader_rag.instrumentation import atraced, told, traced
 from reader_rag.llm_messages import join_system, template_message
 from reader_rag.models import DEFAULT_MODEL
 from reader_rag.structured import StructuredOutput
@@ -510,6 +511,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             while (chunk := await self._on_thread(next, stream, None)) is not None:
                 yield chunk
 
+    @atraced
     async def _aresponses(
         self, stream: GenerationStream, respond: _Respond[ResponseT]
     ) -> AsyncGenerator[ResponseT, None]:
@@ -524,9 +526,10 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         async with aclosing(self._achunks(stream)) as chunks:
             async for _ in chunks:
                 pass
-        return stream.result
+        return told(stream.result)
 
 
+@traced
 def _responses(stream: GenerationStream, respond: _Respond[ResponseT]) -> Generator[ResponseT, None, None]:
     text = ""
     with closing(stream):
@@ -540,7 +543,7 @@ def _finish(stream: GenerationStream) -> Generation:
     with closing(stream):
         for _ in stream:
             pass
-        return stream.result
+        return told(stream.result)
 
 
 def _settings_of(engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:
