@@ -189,6 +189,16 @@ class TestEndsAreToldOnce:
         tiny_engine.stream(tiny_engine.encode("the garden"), EIGHT).close()
         assert told.outcomes == ["cancelled"]
 
+    def test_a_stream_that_is_closed_while_another_thread_begins_to_read_it(
+        self, tiny_engine: Engine, told: Ends
+    ) -> None:
+        stream = tiny_engine.stream(tiny_engine.encode("the garden"), EIGHT)
+        with stream._busy:  # as the reader holds it
+            stream.close()
+            assert told.outcomes == []
+        assert next(stream, None) is None
+        assert told.outcomes == ["cancelled"]
+
     @pytest.mark.parametrize(("error", "outcome"), [(ValueError, "failed"), (KeyboardInterrupt, "cancelled")])
     def test_an_answer_that_breaks_off(
         self, tiny_engine: Engine, told: Ends, error: type[BaseException], outcome: Outcome
