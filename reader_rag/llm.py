@@ -33,6 +33,7 @@ from reader_rag.decode.types import Generation, Passage, Prompt, TokenLogprobs
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.grammar import Grammar
 from reader_rag.hooks import ContextHooks, passages_from
+from reader_rag.instrumentation import atraced, told, traced
 from reader_rag.llm_messages import join_system, template_message
 from reader_rag.models import DEFAULT_MODEL
 from reader_rag.structured import StructuredOutput
@@ -505,6 +506,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         raw = {"model": self.model, "usage": usage, "finish_reason": done.finish_reason}
         return raw, done.stats.to_dict() | {"copied": [asdict(span) for span in done.copied]}
 
+    @atraced
     async def _aresponses(self, stream: _Stream, respond: _Respond[ResponseT]) -> AsyncGenerator[ResponseT, None]:
         text = ""
         with closing(stream):  # which never waits, not even for a step that is running
@@ -517,9 +519,10 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         with closing(stream):
             async for _ in stream:
                 pass
-            return stream.result
+            return told(stream.result)
 
 
+@traced
 def _responses(stream: _Stream, respond: _Respond[ResponseT]) -> Generator[ResponseT, None, None]:
     text = ""
     with closing(stream):
@@ -533,7 +536,7 @@ def _finish(stream: _Stream) -> Generation:
     with closing(stream):
         for _ in stream:
             pass
-        return stream.result
+        return told(stream.result)
 
 
 def _settings_of(engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ HEAVY = (
     "gguf",
     "typer",
     "llguidance",
+    "opentelemetry",
+    "prometheus_client",
 )
 
 

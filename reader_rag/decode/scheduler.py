@@ -103,6 +103,7 @@ class Scheduler:
         self._engine = engine
         self._limits = limits
         self._changed = threading.Condition()
+        self._telling = threading.RLock()
         self._waiting = _Queue()
         self._rows: list[_Row] = []
         self._closing = False
@@ -162,8 +163,7 @@ class Scheduler:
             if self._worker is None:
                 self._worker = self._start()
             self._changed.notify()
-            load = self._load()
-        self._engine.observers.tell("loaded", load)
+        self._tell_load()
         return ScheduledStream(self._engine, request, row.delivery)
 
     def close(self) -> None:
@@ -218,8 +218,8 @@ class Scheduler:
         for row, error in gone:
             row.delivery.end(error)
             self._tell_end(row, "cancelled" if error is None else "failed")
-        if begun:
-            self._engine.observers.tell("loaded", self.load)
+        if begun or gone:
+            self._tell_load()
         with self._engine.lock:
             try:
                 self._step()
@@ -238,6 +238,7 @@ class Scheduler:
                 gone.append((row, BusyError(f"no place within {longest:g} seconds (max_wait_s); ask again later")))
         for row, _ in gone:
             self._waiting.remove(row)
+            row.request.queued(now - row.submitted)
         return gone
 
     def _admit(self) -> bool:
@@ -292,10 +293,14 @@ class Scheduler:
                 self._rows.remove(row)
             row.delivery.end(error)
         self._tell_end(row, outcome)
-        self._engine.observers.tell("loaded", self.load)
+        self._tell_load()
 
     def _tell_end(self, row: _Row, outcome: Outcome) -> None:
         self._engine.observers.tell("answered", row.request.result.stats, outcome)
+
+    def _tell_load(self) -> None:
+        with self._telling:  # so that what is told last is what was read last, whichever threads tell
+            self._engine.observers.tell("loaded", self.load)
 
 
 def _free_bytes(device: torch.device) -> int:

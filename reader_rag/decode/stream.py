@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 from reader_rag.decode.batch import advance
+from reader_rag.decode.observer import Outcome
 from reader_rag.decode.request import Asked, Request
 from reader_rag.decode.types import Chunk, Generation
 
@@ -25,6 +26,7 @@ class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
         self._engine = engine
         self._request = Request(engine, asked)
         self._closed = False
+        self._told = False
         self._busy = threading.Lock()
 
     def __next__(self) -> Chunk:
@@ -36,16 +38,17 @@ class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
         request = self._request
         with self._busy:
             if self._closed or request.finish is not None:
+                self._end(request.finish or "cancelled")
                 raise StopIteration
             try:
                 with self._engine.lock:
                     self._step()
-            except BaseException:
+            except BaseException as error:
                 self._closed = True
-                request.release()
+                self._end("failed" if isinstance(error, Exception) else "cancelled")
                 raise
             if request.finish is not None:
-                request.release()
+                self._end(request.finish)
             chunk = request.take()
         if self._closed:  # by another thread during the step, which left the cache to this one
             self.close()
@@ -66,6 +69,13 @@ class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
         while request.reading:
             request.read()
 
+    def _end(self, outcome: Outcome) -> None:
+        """Free what the request holds, and tell once how it ended; for whoever holds `_busy`."""
+        self._request.release()
+        if not self._told:
+            self._told = True
+            self._engine.observers.tell("answered", self._request.result.stats, outcome)
+
     def __enter__(self) -> GenerationStream:
         return self
 
@@ -77,7 +87,7 @@ class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
         self._closed = True
         if self._busy.acquire(blocking=False):
             try:
-                self._request.release()
+                self._end(self._request.finish or "cancelled")
             finally:
                 self._busy.release()
 
