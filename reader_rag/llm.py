@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from reader_rag.decode.stream import GenerationStream
 
 # Settings that an engine was made with; they cannot be given again for an engine that exists.
-_ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "forward", "trust_remote_code"})
+_ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "forward", "prefix_bytes", "trust_remote_code"})
 
 # What LlamaIndex's own parts pass to any LLM and what means nothing to a local one: HTTP headers
 # (DocumentContextExtractor).
@@ -120,6 +120,8 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         device: "auto", "cpu", "cuda" or "cuda:N".
         exactness: "fast", or "strict" for the bits of plain decoding in 16-bit types.
         forward: "auto", or "torch" to have the model's own `forward` called where compiled loops would be faster.
+        prefix_bytes: Most bytes of keys and values kept for prompts that begin like a text before; 0 keeps none, None
+            takes what `Engine` takes.
         trust_remote_code: Run code that comes with the model.
         max_nodes: Most drafted tokens per step; 0 decodes plainly.
         speculate: False decodes plainly.
@@ -153,6 +155,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     device: str = Field(default="auto", frozen=True)
     exactness: Exactness = Field(default="fast", frozen=True)
     forward: Forward = Field(default="auto", frozen=True)
+    prefix_bytes: int | None = Field(default=None, ge=0, frozen=True)
     trust_remote_code: bool = Field(default=False, frozen=True)
     max_nodes: int = DraftConfig().max_nodes
     speculate: bool = True
@@ -352,6 +355,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             draft=replace(self._draft, max_nodes=self.max_nodes),
             exactness=self.exactness,
             forward=self.forward,
+            prefix_bytes=self.prefix_bytes,
             trust_remote_code=self.trust_remote_code,
         )
 
@@ -552,6 +556,7 @@ def _settings_of(engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": str(engine.model.device),
         "exactness": engine.exactness,
+        "prefix_bytes": engine.prefix_bytes,
     }
     return {"max_nodes": engine.draft.max_nodes, **settings, **loaded}
 
