@@ -250,8 +250,9 @@ class Target:
         """What may be reused for texts that begin the same; None: nothing.
 
         In the compiled loops a row has the same bits in whatever chunk it is read, or verified. PyTorch's rounding
-        goes by the shape of a pass, so that strictly only whole chunks of a prompt are reused: what follows them is
-        then read in the chunks that it would be read in anyhow.
+        goes by the shape of a pass, so that there only whole chunks of a prompt keep the bits: what follows them is
+        then read in the chunks that it would be read in anyhow. That is held to in strict mode, and in 16 bits
+        wherever the loops decode, because there drafted and plain answers are the same in fast mode too.
 
         Args:
             strict: Whether no bit may differ.
@@ -260,7 +261,7 @@ class Target:
             return None  # an adapter may be exchanged at any time, and what it made of a text is another's no more
         if self.cpu is not None and self.cpu.prefills_faster:
             return Reuse(self.cpu.chunk, before=self._switch)
-        if strict:
+        if strict or (self.cpu is not None and self.cpu.dtype != torch.float32):
             return Reuse(PREFILL_CHUNK, answers=False, before=self._switch)
         return Reuse(_REUSED, before=self._switch)
 

@@ -343,6 +343,19 @@ def test_to_the_last_bit_where_the_loops_read_prompts(dtype: torch.dtype, exactn
     turns(cold, warm, 64, bits=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_to_the_last_bit_too_where_the_loops_decode_16_bits_that_pytorch_reads(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (cpu_forward, step):
+        monkeypatch.setattr(module, "slow_products", lambda: False)
+    monkeypatch.setattr(step, "PREFILL_CHUNK", 32)
+    model = make_model("Llama").to(dtype)
+    cold, warm = made(model, prefix_bytes=0), made(model)
+    assert warm.reuse == Reuse(32, answers=False)
+    turns(cold, warm, 32, bits=True, answers=False)
+
+
 @pytest.mark.parametrize(("name", "forward"), [("Llama", "torch"), ("Llama", "auto"), ("Gemma3Text", "torch")])
 def test_strictly_whole_chunks_of_prompts_are_reused_to_the_last_bit(
     name: str, forward: Any, monkeypatch: pytest.MonkeyPatch
