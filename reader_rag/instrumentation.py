@@ -63,6 +63,7 @@ class ReaderAnswerEvent(BaseEvent):
     decode_s: float
     draft_s: float
     cache_bytes: int
+    reused_tokens: int
 
     @classmethod
     def class_name(cls) -> str:

@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     _Stream: TypeAlias = ScheduledStream | GenerationStream
 
 # Settings that an engine was made with; they cannot be given again for an engine that exists.
-_ENGINE_SETTINGS = frozenset({"model", "dtype", "device", "exactness", "forward", "trust_remote_code", "batch"})
+_ENGINE_SETTINGS = frozenset(
+    {"model", "dtype", "device", "exactness", "forward", "prefix_bytes", "trust_remote_code", "batch"}
+)
 
 # What LlamaIndex's own parts pass to any LLM and what means nothing to a local one: HTTP headers
 # (DocumentContextExtractor).
@@ -125,6 +127,8 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         device: "auto", "cpu", "cuda" or "cuda:N".
         exactness: "fast", or "strict" for the bits of plain decoding in 16-bit types.
         forward: "auto", or "torch" to have the model's own `forward` called where compiled loops would be faster.
+        prefix_bytes: Most bytes of keys and values kept for prompts that begin like a text before; 0 keeps none, None
+            takes what `Engine` takes.
         trust_remote_code: Run code that comes with the model.
         batch: How many calls are decoded together; None takes what suits the device.
         max_nodes: Most drafted tokens per step; 0 decodes plainly.
@@ -159,6 +163,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     device: str = Field(default="auto", frozen=True)
     exactness: Exactness = Field(default="fast", frozen=True)
     forward: Forward = Field(default="auto", frozen=True)
+    prefix_bytes: int | None = Field(default=None, ge=0, frozen=True)
     trust_remote_code: bool = Field(default=False, frozen=True)
     batch: BatchConfig | None = Field(default=None, frozen=True)
     max_nodes: int = DraftConfig().max_nodes
@@ -356,6 +361,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             draft=replace(self._draft, max_nodes=self.max_nodes),
             exactness=self.exactness,
             forward=self.forward,
+            prefix_bytes=self.prefix_bytes,
             trust_remote_code=self.trust_remote_code,
             batch=self.batch,
         )
@@ -548,6 +554,7 @@ def _settings_of(engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": str(engine.model.device),
         "exactness": engine.exactness,
+        "prefix_bytes": engine.prefix_bytes,
     }
     return {"max_nodes": engine.draft.max_nodes, **settings, **loaded}
 

@@ -20,7 +20,7 @@ from reader_rag.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-KINDS = ("prompt", "completion", "drafted", "accepted")
+KINDS = ("prompt", "reused", "completion", "drafted", "accepted")
 """Of tokens: read, emitted, and the drafted ones that were verified, of which some were accepted."""
 
 _OWN_LABELS = frozenset({"outcome", "kind", "source", "le", "quantile"})
@@ -101,7 +101,7 @@ class PrometheusMetrics(Observer):
         """See `Observer`."""
         metrics = self._metrics
         self._of(metrics.requests, outcome=outcome).inc()
-        counts = (stats.prompt_tokens, stats.completion_tokens, stats.drafted, stats.accepted)
+        counts = (stats.prompt_tokens, stats.reused_tokens, stats.completion_tokens, stats.drafted, stats.accepted)
         for kind, count in zip(KINDS, counts, strict=True):
             self._of(metrics.tokens, kind=kind).inc(count)
         self._of(metrics.queue).observe(stats.queue_s)

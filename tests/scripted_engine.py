@@ -60,6 +60,7 @@ class ScriptedEngine:
     name: str = "scripted"
     context_window: int = 4096
     exactness: str = "fast"
+    prefix_bytes: int = 0
     model: Any = field(default_factory=lambda: SimpleNamespace(dtype="torch.float32", device="cpu"))
     draft: DraftConfig = field(default_factory=DraftConfig)
 

@@ -135,6 +135,7 @@ def test_all_figures_are_plain_values_under_their_own_names(
         decode_s=4.0,
         draft_s=0.125,
         cache_bytes=4096,
+        reused_tokens=64,
     )
     monkeypatch.setattr("scripted_engine.ScriptedStream.result", Generation("x", (1,), "length", stats))
     llm.complete("Who?")
@@ -158,6 +159,7 @@ def test_all_figures_are_plain_values_under_their_own_names(
         "decode_s": 4.0,
         "draft_s": 0.125,
         "cache_bytes": 4096,
+        "reused_tokens": 64,
     }
 
 

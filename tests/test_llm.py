@@ -255,6 +255,7 @@ class TestSettings:
         [
             ({"temprature": 1.0}, "unknown argument 'temprature'; did you mean 'temperature'"),
             ({"exactness": "exact"}, "exactness: .*'fast' or 'strict'"),
+            ({"prefix_bytes": -1}, "prefix_bytes: Input should be greater than or equal to 0"),
             ({"max_tokens": -1}, "max_tokens must be at least 1"),
             ({"max_nodes": 4000}, "max_nodes must be 0..1024"),
             ({"query_wrapper_prompt": PromptTemplate("{query_str}")}, "use completion_to_prompt"),
@@ -268,6 +269,10 @@ class TestSettings:
     def test_settings_of_the_engine_cannot_be_given_again(self, engine: ScriptedEngine) -> None:
         with pytest.raises(ConfigError, match="device, dtype: settled when the engine was loaded"):
             ReaderLLM.from_engine(engine, dtype="float32", device="cpu")
+
+    def test_settings_of_the_engine_can_be_read(self) -> None:
+        llm = ReaderLLM.from_engine(ScriptedEngine(prefix_bytes=7))
+        assert (llm.exactness, llm.prefix_bytes) == ("fast", 7)
 
     def test_an_answer_must_leave_room_for_its_prompt(self, engine: ScriptedEngine) -> None:
         with pytest.raises(ConfigError, match=r"max_tokens \(256\) leaves no room"):

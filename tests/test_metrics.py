@@ -63,11 +63,13 @@ class TestWhatIsTold:
         assert value(registry, "accepted_tokens_sum", source="oracle") == 2
 
     def test_an_answer(self, metrics: PrometheusMetrics, registry: CollectorRegistry) -> None:
-        stats = Stats(100, 20, steps=5, drafted=40, accepted=14, queue_s=0.25, ttft_s=0.5, decode_s=2.0)
+        stats = Stats(
+            100, 20, steps=5, drafted=40, accepted=14, reused_tokens=64, queue_s=0.25, ttft_s=0.5, decode_s=2.0
+        )
         metrics.answered(stats, "stop")
         assert value(registry, "requests_total", outcome="stop") == 1
-        kinds = ("prompt", "completion", "drafted", "accepted")
-        assert [value(registry, "tokens_total", kind=kind) for kind in kinds] == [100, 20, 40, 14]
+        kinds = ("prompt", "reused", "completion", "drafted", "accepted")
+        assert [value(registry, "tokens_total", kind=kind) for kind in kinds] == [100, 64, 20, 40, 14]
         times = ("queue_seconds", "first_token_seconds", "decode_seconds")
         assert [value(registry, f"{name}_sum") for name in times] == [0.25, 0.5, 2.0]
 

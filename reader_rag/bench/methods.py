@@ -84,8 +84,7 @@ def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
         generation = GenerationConfig(max_tokens=len(task.forced), ignore_eos=True, speculate=speculate)
     elif generation.speculate != speculate:
         generation = GenerationConfig(**{**generation.__dict__, "speculate": speculate})
-    with engine.lock:
-        engine.learned.forget(_TENANT)  # every prompt begins with what a new process knows
+    engine.forget(_TENANT)  # every prompt begins with what a new process knows
     started = time.perf_counter()
     with engine.stream(task.prompt, generation, selector=selector, tenant=_TENANT) as stream:
         next(stream)

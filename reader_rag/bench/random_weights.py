@@ -45,4 +45,4 @@ def engine_from_config(path: Path, dtype: str, device: str, settings: Mapping[st
     except (OSError, ValueError, KeyError) as cause:
         raise ModelError(f"{path} is not the configuration of a causal language model: {cause}") from cause
     tokenizer = cast(PreTrainedTokenizerBase, NoText())
-    return Engine(model, tokenizer, **settings, name=path.parent.name or str(path))
+    return Engine(model, tokenizer, prefix_bytes=0, **settings, name=path.parent.name or str(path))

@@ -143,7 +143,7 @@ def record(
     wanted = [c for c in categories.split(",") if c]
     asked = read_prompts(prompts, wanted, limit) if prompts is not None else own_prompts(limit, seed)
     asked = [prompt for prompt in asked if not wanted or prompt.category in wanted]
-    engine = Engine.load(model, dtype=dtype, device=device)
+    engine = Engine.load(model, dtype=dtype, device=device, prefix_bytes=0)
     best = out.with_suffix(".npz")
     count = run(engine, asked, max_tokens, out, best, Console(stderr=True))
     typer.echo(f"{count} answers in {out}, best next tokens in {best}")

@@ -155,6 +155,7 @@ def verify(
 
 def _answer(engine: Engine, prompt: Prompt, generation: GenerationConfig, outcome: Verification) -> _Answer:
     watch = _Watch(engine.selector(prompt, generation))
+    engine.forget(_TENANT, learned=False)  # both ways read the whole prompt
     result = engine.generate(prompt, generation, selector=watch, tenant=_TENANT)
     stats = result.stats
     if generation.speculate:

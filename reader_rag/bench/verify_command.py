@@ -77,6 +77,7 @@ def verify(
         device=device,
         exactness=exactness,
         forward=forward,
+        prefix_bytes=0,
         trust_remote_code=trust_remote_code,
     )
     outcome = run(engine, _encoded(engine, held), generation, numbers, progress())

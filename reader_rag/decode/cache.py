@@ -6,12 +6,17 @@ with unpatched models. Every layer holds all positions, sliding ones too: what a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+States = list[tuple[Any, Any] | None]
+"""Copies of keys and values, arrays or tensors with their positions on axis 2: a pair for each layer, None for one that
+holds nothing of its own, or one pair for all layers of a cache `in_one_piece`."""
 
 
 class TreeLayer(CacheLayerMixin):
@@ -155,6 +160,45 @@ class TreeCache(Cache):
     def nbytes(self) -> int:
         """Bytes held for keys and values."""
         return sum(layer.nbytes for layer in self.tree_layers)
+
+    @torch.inference_mode()
+    def states(self, start: int, stop: int) -> States:
+        """Copies of the keys and values of committed positions, for `restore`.
+
+        Args:
+            start: The first position.
+            stop: One past the last.
+        """
+        if self._arrays is not None:
+            keys, values = self._arrays
+            return [(keys[:, :, start:stop].copy(), values[:, :, start:stop].copy())]
+        copies: States = []
+        for layer in self.tree_layers:
+            if layer.keys is None or layer.values is None:
+                copies.append(None)
+            else:
+                copies.append((layer.keys[:, :, start:stop].clone(), layer.values[:, :, start:stop].clone()))
+        return copies
+
+    @torch.inference_mode()
+    def restore(self, blocks: Sequence[States]) -> None:
+        """Begin an empty cache with the states of the first positions of another of the same model.
+
+        Args:
+            blocks: One behind the other.
+        """
+        assert self.length == 0
+        for block in blocks:
+            count = next(pair[0].shape[2] for pair in block if pair is not None)
+            if self._arrays is not None:
+                start = self.length
+                for array, copied in zip(self._arrays, block[0] or (), strict=True):
+                    array[:, :, start : start + count] = copied
+            for n, layer in enumerate(self.tree_layers):
+                pair = block[n] if self._arrays is None else None
+                if pair is not None:
+                    layer.update(*pair)
+                layer.length += count
 
     def pretend(self, length: int) -> None:
         """Take the first `length` positions for committed, whatever they hold; for timing."""

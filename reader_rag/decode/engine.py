@@ -17,11 +17,12 @@ from reader_rag.config import BatchConfig, DraftConfig, Exactness, Forward, Gene
 from reader_rag.decode.costs import StepCosts, remembered
 from reader_rag.decode.delivery import ScheduledStream
 from reader_rag.decode.fair_lock import FairLock
-from reader_rag.decode.find_target import find_target
+from reader_rag.decode.find_target import find_reuse, find_target
 from reader_rag.decode.grammar import Constraint, GrammarCompiler
 from reader_rag.decode.learned import LearnedByTenant
 from reader_rag.decode.observer import Load, Observers
 from reader_rag.decode.offline import generate_all
+from reader_rag.decode.prefixes import PrefixStore
 from reader_rag.decode.processors import make_processors, private
 from reader_rag.decode.request import Asked, StoppingCriterion
 from reader_rag.decode.scheduler import Scheduler
@@ -35,13 +36,18 @@ from reader_rag.errors import ConfigError, PromptError
 from reader_rag.model_cache import cache_folder
 
 _UNKNOWN_WINDOW = 1 << 20
+_PREFIX_BYTES_ON_CPU = 256 << 20
+"""What the beginnings of texts may take unless told: 12,000 tokens of the default model, 2,000 of an 8B model with
+grouped heads (128 KiB a token), in 16 bits. Memory that all programs of a machine share."""
+_PREFIX_BYTES_ELSEWHERE = 1 << 30
+"""The same on a GPU, which holds larger models and little else."""
 
 
 class Wishes(TypedDict, total=False):
     """What may be asked of an answer besides its `GenerationConfig`.
 
     Attributes:
-        tenant: On whose behalf; nothing learned from one tenant's text is used for another.
+        tenant: On whose behalf; nothing learned or kept of one tenant's text is used for another.
         draft: Overrides the engine's.
         logits_processor: Processors of `transformers`, or functions of (token ids [1, length], scores
             [1, vocabulary]): applied after those of `generation` and before temperature and the like, once for
@@ -79,13 +85,20 @@ class Engine:
         strict_width: Positions of every pass in strict mode where shapes are fixed, 2 to 256: drafts are one shorter.
             None takes what pays on the kind of device.
         batch: How many requests of `submit` are decoded together.
+        prefix_bytes: Most bytes of keys and values that are kept, where the model lies, so that a text which begins
+            like one before is read only from where they differ (docs/prefixes.md). None: 256 MiB on the CPU, 1 GiB
+            elsewhere. 0 reads every prompt whole.
         name: What messages and metadata call the model.
 
     Attributes:
         drafting: "tree"; "chain" where the model takes no tree mask; "none" where it keeps a state that cannot be
             rewound and is decoded plainly. All give the model's own output; a `ReaderWarning` tells of the last two.
+        prefix_bytes: As given, or what None stands for.
+        prefixes: What is kept of the beginnings of texts; None where nothing is.
+        reuse: What may be kept of them, or None.
 
     Raises:
+        ConfigError: A setting is out of its range.
         UnsupportedModelError: The model cannot be decoded rightly, or not strictly on this device.
     """
 
@@ -99,6 +112,7 @@ class Engine:
         forward: Forward = "auto",
         strict_width: int | None = None,
         batch: BatchConfig | None = None,
+        prefix_bytes: int | None = None,
         name: str = "",
     ) -> None:
         if forward not in ("auto", "torch"):
@@ -107,6 +121,8 @@ class Engine:
             raise ConfigError(f"exactness must be 'fast' or 'strict', not {exactness!r}")
         if strict_width is not None and not 2 <= strict_width <= 256:
             raise ConfigError(f"strict_width must be 2..256, not {strict_width}")
+        if prefix_bytes is not None and prefix_bytes < 0:
+            raise ConfigError(f"prefix_bytes must be at least 0 (0: every prompt is read whole), not {prefix_bytes}")
         self.model = model
         self.tokenizer = tokenizer
         self.draft = draft or DraftConfig()
@@ -128,6 +144,11 @@ class Engine:
         self.costs: StepCosts | None = None
         """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""
         self.learned = LearnedByTenant(_profile(model, tokenizer))
+        if prefix_bytes is None:
+            prefix_bytes = _PREFIX_BYTES_ON_CPU if self.target.device.type == "cpu" else _PREFIX_BYTES_ELSEWHERE
+        self.prefix_bytes = prefix_bytes
+        self.reuse = find_reuse(self.target, exactness) if prefix_bytes else None
+        self.prefixes = PrefixStore(prefix_bytes, self.reuse.block) if self.reuse is not None else None
         self._tokenizer_lock = threading.Lock()
         self._grammars = GrammarCompiler(tokenizer, _width_of_logits(model), self.eos_ids)
 
@@ -143,6 +164,7 @@ class Engine:
         forward: Forward = "auto",
         strict_width: int | None = None,
         batch: BatchConfig | None = None,
+        prefix_bytes: int | None = None,
         trust_remote_code: bool = False,
     ) -> Engine:
         """Load a model by alias, local folder or hub id.
@@ -156,9 +178,11 @@ class Engine:
             forward: See `Engine`.
             strict_width: See `Engine`.
             batch: See `Engine`.
+            prefix_bytes: See `Engine`.
             trust_remote_code: Whether code that comes with the model may run.
 
         Raises:
+            ConfigError: A setting is out of its range.
             ModelNotFoundError: There is no such model; the message names the ways to get one.
             UnsupportedModelError: See `Engine`.
         """
@@ -173,6 +197,7 @@ class Engine:
             forward=forward,
             strict_width=strict_width,
             batch=batch,
+            prefix_bytes=prefix_bytes,
             name=model,
         )
 
@@ -299,6 +324,21 @@ class Engine:
             selector = self.selector(prompt, generation, processors, constraint)
         draft, tenant = wishes.get("draft") or self.draft, wishes.get("tenant", "")
         return Asked(prompt, generation, draft, selector, tuple(passages), tenant, criteria, constraint)
+
+    def forget(self, tenant: str = "", *, learned: bool = True) -> None:
+        """Forget a tenant's texts: what is kept of their beginnings, and what drafting learned from them.
+
+        Answers that are in the making go on, and are kept when they end.
+
+        Args:
+            tenant: See `stream`.
+            learned: False forgets the beginnings alone, so that the next prompt is read whole.
+        """
+        with self.lock:
+            if learned:
+                self.learned.forget(tenant)
+            if self.prefixes is not None:
+                self.prefixes.forget(tenant)
 
     def know_costs(self, max_nodes: int) -> None:
         """Measure what steps cost, or remember it from an earlier process, unless it is known.

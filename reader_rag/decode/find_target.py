@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from reader_rag.config import Exactness, Forward
 from reader_rag.decode.plain_target import PlainTarget
-from reader_rag.decode.selftest import decodes_plainly, keeps_bits, verifies_chains, verifies_trees
-from reader_rag.decode.step import AnyTarget, FixedShape, Target, attention_of, keeps_state, takes_masks
+from reader_rag.decode.selftest import decodes_plainly, keeps_bits, restores, verifies_chains, verifies_trees
+from reader_rag.decode.step import AnyTarget, FixedShape, Reuse, Target, attention_of, keeps_state, takes_masks
 from reader_rag.decode.types import Drafting
 from reader_rag.errors import ReaderWarning, UnsupportedModelError
 
@@ -67,6 +67,24 @@ def find_target(
         )
     _note(f"{name}: drafts have no branches, which makes answers slower and no different ({why})")
     return chains, "chain"
+
+
+def find_reuse(target: AnyTarget, exactness: Exactness) -> Reuse | None:
+    """What texts that begin the same may have of one another; None: nothing, so that each is read whole.
+
+    Args:
+        target: The model.
+        exactness: See `Engine`.
+    """
+    reuse = target.reuse(strict=exactness == "strict")
+    if reuse is None or target.cpu is not None:
+        return reuse
+    try:
+        return reuse if restores(target) else None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever a model raises that was not made for this; each text is read whole then
+        return None
 
 
 def _inner(model: PreTrainedModel, name: str) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from reader_rag.decode.cpu_forward import CpuForward
-from reader_rag.decode.step import FixedShape, SeenLogits, Step, context_window, last_of
+from reader_rag.decode.step import FixedShape, Reuse, SeenLogits, Step, context_window, last_of
 from reader_rag.draft.tree import DraftTree
 
 _STATES = ("past_key_values", "cache_params", "state")
@@ -88,6 +88,10 @@ class PlainTarget:
     def deepest(self, root: int) -> int | None:
         """0: nothing can be drafted."""
         return 0
+
+    def reuse(self, *, strict: bool) -> Reuse | None:
+        """None: what is kept of a text has no positions to be taken from it."""
+        return None
 
     def new_cache(self, positions: int, max_nodes: int) -> PlainCache:
         """An empty cache; it grows by itself."""

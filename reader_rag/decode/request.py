@@ -10,13 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode.best import best_tokens
+from reader_rag.decode.cache import TreeCache
 from reader_rag.decode.grammar import Constraint
 from reader_rag.decode.learned import Learned
 from reader_rag.decode.logprobs import token_logprobs
@@ -98,6 +100,7 @@ class Request:
         self._logprobs: list[TokenLogprobs] = []
         self._margins: list[float] = []
         self._taken = 0
+        self._ended = False
         self._counts: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._seconds = {"queue": 0.0, "ttft": 0.0, "decode": 0.0, "draft": 0.0}
@@ -147,12 +150,14 @@ class Request:
         state = self._state = self._state or self._begin()
         logits = next(state.reading)
         if state.cache.length == len(self.asked.prompt.token_ids):
+            state.keep()
             nothing = DraftTree.empty()
             token = self.asked.selector(Verified(logits, nothing, state.index.sequence))(0)
             self._counts["cache_bytes"] = state.cache.nbytes
             self._take(token)
             self._record(logits, [0], [token])
             self._emit(state, nothing, [], [token])
+            self._ended = self.finish is not None
             self._seconds["ttft"] = time.perf_counter() - self._began
 
     def _begin(self) -> _State:
@@ -162,7 +167,9 @@ class Request:
         self._began = time.perf_counter()
         draft = asked.draft if self.drafts else replace(asked.draft, max_successors=0, calibrates=False)
         learned = self._engine.learned.of(asked.tenant, draft)
-        return _State(self._engine, asked.prompt, asked.passages, draft, self._max_tokens, learned)
+        state = _State(self._engine, asked, draft, self._max_tokens, learned)
+        self._counts["reused_tokens"] = state.reused
+        return state
 
     def draft(self, *, rests: bool) -> DraftTree:
         """The best tree that may be verified now.
@@ -208,7 +215,9 @@ class Request:
         self._counts["steps"] += 1
         self._counts["drafted"] += len(tree)
         self._record(logits, rows[: len(emitted)], emitted)
-        return len(emitted), self._emit(state, tree, accepted, emitted)
+        sources = self._emit(state, tree, accepted, emitted)
+        self._ended = self.finish is not None
+        return len(emitted), sources
 
     def queued(self, seconds: float) -> None:
         """Count the time that it waited for a place."""
@@ -231,8 +240,14 @@ class Request:
         return Chunk(self._text.take(), tuple(self._tokens[new]), self.finish, tuple(self._logprobs[new]))
 
     def release(self) -> None:
-        """Give back the cache and the draft index."""
+        """Give back the cache and the draft index. What was answered to its end is kept for texts that go on from it.
+
+        An error in a step keeps nothing more, even where the answer was about to end.
+        """
         if self._state is not None:
+            if self._ended:
+                with self._engine.lock:
+                    self._state.keep()
             self._copied = self._state.provenance.spans(self._text.text, self._text.ends)
             self._state = None
 
@@ -251,6 +266,7 @@ class Request:
             decode_s=self._seconds["decode"],
             draft_s=self._seconds["draft"],
             cache_bytes=self._counts["cache_bytes"],
+            reused_tokens=self._counts["reused_tokens"],
         )
         copied = self._state.provenance.spans(self._text.text, self._text.ends) if self._state else self._copied
         return Generation(
@@ -308,17 +324,21 @@ class Request:
 
 
 class _State:
-    """What a request holds while it is decoded: cache, draft index, provenance."""
+    """What a request holds while it is decoded: cache, draft index, provenance.
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompt: Prompt,
-        passages: Sequence[Passage],
-        draft: DraftConfig,
-        max_tokens: int,
-        learned: Learned,
-    ) -> None:
+    Args:
+        engine: What decodes it.
+        asked: What it is asked for.
+        draft: How its drafts are made.
+        max_tokens: Most tokens of its answer.
+        learned: What its tenant's texts taught.
+
+    Attributes:
+        reused: Leading tokens of the prompt that the cache holds before anything is read.
+    """
+
+    def __init__(self, engine: Engine, asked: Asked, draft: DraftConfig, max_tokens: int, learned: Learned) -> None:
+        prompt = asked.prompt
         self.cache: AnyCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
         self.index = ContextIndex(
             prompt.token_ids,
@@ -336,18 +356,38 @@ class _State:
         )
         self._successors = learned.successors if draft.max_successors else None
         self.provenance = Provenance(self.index, prompt)
-        for passage in passages:
+        for passage in asked.passages:
             if passage.text.strip() and not self.provenance.mark(passage):
                 text = engine.tokenize(passage.text, special=False)
                 self.provenance.add(passage, text.token_ids, text.offsets)
+        self._engine = engine
+        self._tenant = asked.tenant
+        self._prompt_tokens = len(prompt.token_ids)
+        self.reused = self._restore(prompt)
         self.reading: Iterator[torch.Tensor] = engine.target.read(
-            prompt.token_ids, self.cache, self.learn_prompt if draft.max_successors else None
+            prompt.token_ids[self.reused :],
+            self.cache,
+            partial(self.learn_prompt, self.reused) if draft.max_successors else None,
         )
 
-    def learn_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """Learn from a chunk of the prompt; see `SeenLogits`."""
+    def _restore(self, prompt: Prompt) -> int:
+        """Begin the cache with what is kept of the prompt; returns how many positions."""
+        reuse, prefixes = self._engine.reuse, self._engine.prefixes
+        if reuse is None or prefixes is None or not reuse.positions(self._prompt_tokens, self._prompt_tokens):
+            return 0
+        return prefixes.restore(self._tenant, prompt.token_ids, cast(TreeCache, self.cache))
+
+    def keep(self) -> None:
+        """Keep the committed keys and values for texts of the tenant that begin the same. Under the engine's lock."""
+        reuse, prefixes = self._engine.reuse, self._engine.prefixes
+        if reuse is not None and prefixes is not None:
+            count = reuse.positions(self._prompt_tokens, self.cache.length)
+            prefixes.keep(self._tenant, self.index.sequence[:count], cast(TreeCache, self.cache))
+
+    def learn_prompt(self, before: int, start: int, logits: torch.Tensor) -> None:
+        """Learn from a chunk of the prompt behind the first `before` tokens; see `SeenLogits`."""
         assert self._successors is not None
-        self._successors.learn_text(self.index.sequence, start, best_tokens(logits))
+        self._successors.learn_text(self.index.sequence, before + start, best_tokens(logits))
 
     def learn(self, root: int, tree: DraftTree, logits: torch.Tensor) -> None:
         """Learn from a verified tree, the nodes that are not accepted included.

@@ -91,6 +91,23 @@ def _decodes(target: AnyTarget, text: int) -> bool:
     return _same(target, got, [_logits(target, tokens, first=_PROMPT - 1)])
 
 
+@torch.inference_mode()
+def restores(target: AnyTarget) -> bool:
+    """Whether a text goes on from copies of its first keys and values as from those that were read."""
+    return any(_restores(target, text) for text in range(_TEXTS))
+
+
+def _restores(target: AnyTarget, text: int) -> bool:
+    tokens = _tokens(target, _PROMPT + 1, text)
+    read, restored = target.new_cache(_PROMPT, 0), target.new_cache(len(tokens), 0)
+    target.prefill(tokens[: _PROMPT - 3], read)
+    restored.restore([read.states(0, 4), read.states(4, _PROMPT - 3)])
+    target.prefill(_tokens(target, _PROMPT, _TEXTS + text), target.new_cache(_PROMPT, 0))
+    got = [target.prefill(tokens[_PROMPT - 3 : _PROMPT], restored).float()]
+    got.append(target.verify(tokens[-1], DraftTree.empty(), restored).float())
+    return _same(target, got, [_logits(target, tokens, first=_PROMPT - 1)])
+
+
 def _logits(target: AnyTarget, tokens: list[int], first: int = _PROMPT) -> torch.Tensor:
     """Of the model's own pass over a text, float32 [tokens from `first` on, vocabulary]."""
     ids = torch.tensor([tokens], device=target.device)

@@ -26,6 +26,9 @@ from reader_rag.errors import UnsupportedModelError
 PREFILL_CHUNK = 512
 """Prompt tokens per forward pass; bounds what the attention mask and the activations of a long prompt take."""
 
+_REUSED = 64
+"""Positions that are reused together where any number of them may be."""
+
 SeenLogits = Callable[[int, torch.Tensor], None]
 """Takes the position of a chunk's first token, and logits [chunk, vocabulary]."""
 
@@ -72,6 +75,9 @@ class AnyTarget(Protocol):
     def deepest(self, root: int) -> int | None:
         """See `Target.deepest`."""
 
+    def reuse(self, *, strict: bool) -> Reuse | None:
+        """See `Target.reuse`."""
+
 
 class AnyCache(Protocol):
     """What a target keeps of a text."""
@@ -105,6 +111,32 @@ class Step:
     root: int
     tree: DraftTree
     cache: Any
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What of a text's keys and values may stand for those of another text that begins the same.
+
+    Attributes:
+        block: Positions that are reused together, from a multiple of that on.
+        answers: Whether an answer's are, as closely as is asked, those that reading it in a prompt gives.
+        before: Only those of texts whose prompt is no longer than that, and of positions before it; None: all.
+    """
+
+    block: int
+    answers: bool = True
+    before: int | None = None
+
+    def positions(self, prompt: int, committed: int) -> int:
+        """How many positions of a text, from its first on, other texts may have, or it may have from others.
+
+        Args:
+            prompt: Tokens of its prompt.
+            committed: Tokens of it that were read, those of the answer included.
+        """
+        if self.before is not None:
+            committed = min(committed, self.before) if prompt <= self.before else 0
+        return committed if self.answers else min(committed, prompt)
 
 
 @dataclass(frozen=True)
@@ -217,6 +249,25 @@ class Target:
         if self._switch is not None and root < self._switch:
             return self._switch - root - 1
         return None
+
+    def reuse(self, *, strict: bool) -> Reuse | None:
+        """What may be reused for texts that begin the same; None: nothing.
+
+        In the compiled loops a row has the same bits in whatever chunk it is read, or verified. PyTorch's rounding
+        goes by the shape of a pass, so that there only whole chunks of a prompt keep the bits: what follows them is
+        then read in the chunks that it would be read in anyhow. That is held to in strict mode, and in 16 bits
+        wherever the loops decode, because there drafted and plain answers are the same in fast mode too.
+
+        Args:
+            strict: Whether no bit may differ.
+        """
+        if any(hasattr(module, "merged_adapters") for module in self.model.modules()):
+            return None  # an adapter may be exchanged at any time, and what it made of a text is another's no more
+        if self.cpu is not None and self.cpu.prefills_faster:
+            return Reuse(self.cpu.chunk, before=self._switch)
+        if strict or (self.cpu is not None and self.cpu.dtype != torch.float32):
+            return Reuse(PREFILL_CHUNK, answers=False, before=self._switch)
+        return Reuse(_REUSED, before=self._switch)
 
     def new_cache(self, positions: int, max_nodes: int) -> TreeCache:
         """A cache for `positions` committed positions and a tree of `max_nodes` behind them."""

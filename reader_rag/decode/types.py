@@ -141,6 +141,7 @@ class Stats:
             that are decoded together share steps, and each counts all of their time.
         draft_s: Seconds of `decode_s` spent making drafts.
         cache_bytes: Bytes held for keys and values.
+        reused_tokens: Tokens of the prompt that were not read, because a text before began with them.
     """
 
     prompt_tokens: int = 0
@@ -154,6 +155,7 @@ class Stats:
     decode_s: float = 0.0
     draft_s: float = 0.0
     cache_bytes: int = 0
+    reused_tokens: int = 0
 
     @property
     def tokens_per_step(self) -> float:

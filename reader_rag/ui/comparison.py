@@ -113,6 +113,7 @@ def compare(
     for number in range(MOST_ROUNDS):
         # The order changes every round, so that a machine that slows down meanwhile is unfair to neither.
         for name in list(ways)[:: -1 if number % 2 else 1]:
+            engine.forget(learned=False)  # each reads the whole prompt
             runs[name].append(engine.generate(prompt, ways[name], passages))
         if time.perf_counter() - started > _ENOUGH_SECONDS:
             break
@@ -156,6 +157,7 @@ def _difference(
     position = first_difference(other, reference)
     assert position is not None
     # Up to there both answers are the same, so plain decoding's margin is the one that was decided by.
+    engine.forget(learned=False)
     again = engine.generate(prompt, replace(plain, record_margins=True, max_tokens=position + 1), passages)
     margin = again.margins[position] if position < len(again.margins) else 0.0
 

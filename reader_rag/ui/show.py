@@ -101,11 +101,12 @@ def show_citations(console: Console, citations: Sequence[Citation]) -> None:
 def show_stats(console: Console, call: LLMCall) -> None:
     """Counts and speed of one answer, in a line or two."""
     m = call.metrics
+    known = f", {m['reused_tokens']} of them known," if m["reused_tokens"] else ""
     parts = (
         f"{m['completion_tokens']} tokens in {m['steps'] + 1} forward passes",
         f"{m['tokens_per_step']:.2f} tokens per step",
         f"{m['tokens_per_s']:.1f} tokens/s",
-        f"prompt of {m['prompt_tokens']} tokens read in {m['ttft_s']:.1f} s",
+        f"prompt of {m['prompt_tokens']} tokens{known} read in {m['ttft_s']:.1f} s",
         f"{m['accepted']} of {m['drafted']} drafted tokens accepted",
     )
     console.print(Text("; ".join(parts), style="dim"), soft_wrap=True)

@@ -115,6 +115,44 @@ def test_bytes_are_those_of_the_whole_capacity_in_the_models_type() -> None:
     assert in_half.nbytes == 8 * HEADS * 2 * KEY_WIDTH * 2
 
 
+@torch.inference_mode()
+def test_another_cache_begins_with_copies_of_the_first_positions() -> None:
+    cache, other = TreeCache(2, 10), TreeCache(2, 6)
+    write(cache, [1, 2, 3, 4, 5])
+    cache.keep([0, 1, 2, 3])
+    blocks = [cache.states(0, 2), cache.states(2, 4)]
+    assert blocks[0][1] is None  # the second layer wrote nothing
+    cache.pretend(0)
+    write(cache, [9, 9, 9, 9])
+    other.restore(blocks)
+    assert [layer.length for layer in other.tree_layers] == [4, 4]
+    assert write(other, [6]) == ([1, 2, 3, 4, 6], [1, 2, 3, 4, 6])
+    other.keep([0])
+    with pytest.raises(IndexError, match="7 positions do not fit a cache of 6"):
+        write(other, [7, 8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_copies_for_another_cache_in_one_piece_are_of_all_layers_at_once(dtype: torch.dtype) -> None:
+    cache, other = (TreeCache.in_one_piece(2, capacity, HEADS, KEY_WIDTH, dtype) for capacity in (8, 5))
+    keys = torch.randn(2, 1, HEADS, 4, KEY_WIDTH).to(dtype)
+    for layer in range(2):
+        cache.update(keys[layer], -keys[layer], layer)
+    cache.keep([0, 1, 2])
+    blocks = [cache.states(0, 1), cache.states(1, 3)]
+    assert [len(block) for block in blocks] == [1, 1]
+    cache.arrays[0][:] = 0
+    other.restore(blocks)
+    assert other.length == 3
+    for layer in range(2):
+        held = other.tree_layers[layer]
+        assert held.keys is not None
+        assert held.values is not None
+        assert torch.equal(held.keys[:, :, :3], keys[layer][:, :, :3])
+        assert torch.equal(held.values[:, :, :3], -keys[layer][:, :, :3])
+        assert not held.keys[:, :, 3:].any()
+
+
 def test_transformers_reads_lengths_from_it() -> None:
     cache = TreeCache(1, 10)
     assert cache.get_seq_length() == 0
