@@ -55,7 +55,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 256,
     max_nodes: Annotated[int | None, typer.Option(min=0, help="Most nodes of a draft tree.")] = None,
     successors: Annotated[bool, typer.Option(help="Draft from the model's own next tokens too.")] = True,
-    batch: Annotated[str, typer.Option(help="Prompts decoded at once; this version decodes one.")] = "1",
+    batch: Annotated[str, typer.Option(help="Prompts decoded at once, e.g. 1,2,4,8.")] = "1",
     exactness: Annotated[str, typer.Option(help="fast or strict.")] = "fast",
     forward: Annotated[
         str, typer.Option(help="auto, or torch: call the model's own forward where compiled loops know it.")
@@ -70,12 +70,12 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Decode the same prompts by several methods in turn and compare speed, tokens and memory."""
-    if batch != "1":
-        raise ConfigError(f"--batch {batch}: this version decodes one request at a time; leave --batch at 1")
+    batches = _batches(batch)
     if (prompts is None) == (replay is None):
         raise ConfigError("give either --prompts FILE or --replay TRACES")
     from dataclasses import replace as changed
 
+    from reader_rag.bench.batches import compare_batch
     from reader_rag.bench.generate import compare
     from reader_rag.config import DraftConfig, GenerationConfig
 
@@ -90,11 +90,77 @@ def generate(
     settings = {"draft": draft, "exactness": exactness, "forward": forward, "strict_width": strict_width}
     engine = _engine(model, dtype, device, settings, random_weights=replay is not None)
     tasks = _tasks(engine, prompts, replay, wanted, limit, generation)
-    report = compare(engine, tasks, [m for m in methods.split(",") if m], progress())
+    chosen = [m for m in methods.split(",") if m]
+    reports = []
+    for size in batches:
+        if size == 1:
+            reports.append(compare(engine, tasks, chosen, progress()))
+        else:
+            reports.append(compare_batch(engine, tasks, chosen, size, progress()))
+        if not as_json:
+            _print(reports[-1])
+    if as_json:
+        typer.echo(json.dumps(reports if len(reports) > 1 else reports[0], indent=1))
+
+
+@app.command(epilog="Example: reader-rag bench load --prompts prompts.jsonl --categories rag --limit 10")
+def load(
+    prompts: Annotated[Path, typer.Option(help='Prompts, a line each: {"id", "category", "turns": [text, ...]}.')],
+    model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = "smollm2-135m",
+    categories: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each category.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a round; the prompts are asked in turn.")] = 200,
+    at_once: Annotated[int, typer.Option(min=1, help="Threads that ask.")] = 16,
+    cancelled: Annotated[float, typer.Option(min=0, max=1, help="Share closed after a few chunks.")] = 0.1,
+    bad: Annotated[float, typer.Option(min=0, max=1, help="Share that must fail.")] = 0.05,
+    rounds: Annotated[int, typer.Option(min=1, help="How often.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Ask many things at once, some of them cancelled and some bad; is every answer right, and is anything left?"""
+    from reader_rag.bench.inputs import read_prompts
+    from reader_rag.bench.load import LoadPlan, run_load
+    from reader_rag.config import GenerationConfig
+    from reader_rag.decode.engine import Engine
+
+    if cancelled + bad > 1:
+        raise ConfigError(f"--cancelled {cancelled} and --bad {bad} are shares of the same requests; lower one of them")
+    engine = Engine.load(model, dtype=dtype, device=device)
+    wanted = [c for c in categories.split(",") if c]
+    asked = [
+        engine.encode_chat([{"role": "user", "content": prompt.text}])
+        for prompt in read_prompts(prompts, wanted, limit)
+    ]
+    plan = LoadPlan(requests, at_once, cancelled, bad, rounds)
+    report = run_load(engine, asked, GenerationConfig(max_tokens=max_tokens), plan, progress())
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
-        _print(report)
+        _print_load(report)
+    if any(row["wrong"] or row["not_refused"] or row["cache_bytes"] for row in report["rounds"]):
+        raise typer.Exit(1)
+
+
+def _print_load(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    machine = report["machine"]
+    table = Table(title=f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts")
+    for name in report["rounds"][0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in report["rounds"]:
+        table.add_row(*(f"{cell:g}" for cell in row.values()))
+    Console().print(table)
+
+
+def _batches(text: str) -> list[int]:
+    sizes = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(f"--batch {text}: give whole numbers of at least 1, e.g. 1,2,4,8")
+    return sizes
 
 
 def _engine(model: str, dtype: str, device: str, settings: dict[str, Any], *, random_weights: bool) -> Engine:
@@ -139,7 +205,9 @@ def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     machine = report["machine"]
-    table = Table(title=f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts")
+    at_once = f", {report['batch']} at once" if report["batch"] > 1 else ""
+    title = f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts{at_once}"
+    table = Table(title=title)
     table.add_column("method")
     for heading in ("tokens/s", "tokens/step", "ms/step", "first token s", "cache MB", "peak MB"):
         table.add_column(heading, justify="right")
@@ -157,7 +225,8 @@ def _print(report: dict[str, Any]) -> None:
     console.print(table)
     for name, ratio in report["ratios"].items():
         if ratio["median"] is not None:
-            console.print(f"{name}: {ratio['median']:.2f} times (from {ratio['min']:.2f} to {ratio['max']:.2f})")
+            spread = f"median {ratio['median']:.2f}, from {ratio['min']:.2f} to {ratio['max']:.2f}"
+            console.print(f"{name}: {ratio['total']:.2f} times over all tokens ({spread})")
     if "identical" in report:
         same = report["identical"]
         differing = f"; different: {', '.join(same['different'])}" if same["different"] else ""

@@ -117,33 +117,45 @@ def _report(
     if "reader" in methods:
         for other in _RATIOS:
             if other in methods:
-                report["ratios"][f"reader/{other}"] = _ratio(measured["reader"].runs, measured[best[other]].runs)
+                report["ratios"][f"reader/{other}"] = _ratios(measured["reader"], measured[best[other]])
     if {"reader", "plain"} <= set(methods):
-        report["identical"] = {
-            "compared": len(tasks),
-            "different": [
-                task_id
-                for (task_id, _), a, b in zip(tasks, measured["reader"].runs, measured["plain"].runs, strict=True)
-                if a.tokens != b.tokens
-            ],
-        }
+        answers = [[run.tokens for run in measured[name].runs] for name in ("reader", "plain")]
+        report["identical"] = different([task_id for task_id, _ in tasks], *answers)
     return report
 
 
-def _ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, float | None]:
-    """How much faster, prompt by prompt."""
-    ratios = [
+def _ratios(ours: Measured, theirs: Measured) -> dict[str, float | None]:
+    """How much faster, prompt by prompt and over all tokens."""
+    each = [
         a.decode_tokens_per_s / b.decode_tokens_per_s
-        for a, b in zip(ours, theirs, strict=True)
+        for a, b in zip(ours.runs, theirs.runs, strict=True)
         if a.decode_tokens_per_s and b.decode_tokens_per_s
     ]
-    if not ratios:
-        return {"median": None, "min": None, "max": None}
-    return {
-        "median": round(statistics.median(ratios), 3),
-        "min": round(min(ratios), 3),
-        "max": round(max(ratios), 3),
-    }
+    return summary_of_ratios(each, ratio(ours.decode_tokens_per_s, theirs.decode_tokens_per_s))
+
+
+def ratio(ours: float, theirs: float) -> float | None:
+    """How many times as fast; None where nothing was measured."""
+    return ours / theirs if ours and theirs else None
+
+
+def summary_of_ratios(each: Sequence[float], total: float | None) -> dict[str, float | None]:
+    """The row of a report.
+
+    Args:
+        each: How much faster on each prompt or group.
+        total: And over all tokens.
+    """
+    if not each or total is None:
+        return {"median": None, "min": None, "max": None, "total": None}
+    found = {"median": statistics.median(each), "min": min(each), "max": max(each), "total": total}
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def different(ids: Sequence[str], ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """For how many prompts tokens were compared, and for which they differ."""
+    differing = [one for one, a, b in zip(ids, ours, theirs, strict=True) if a != b]
+    return {"compared": len(ids), "different": differing}
 
 
 def machine(engine: Engine) -> dict[str, Any]:

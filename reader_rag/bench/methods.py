@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from reader_rag.config import GenerationConfig
 from reader_rag.decode.engine import Engine
-from reader_rag.decode.select import Verified, greedy
+from reader_rag.decode.select import Selector, Verified, greedy
 from reader_rag.decode.types import Prompt
 
 LOOKUP_SIZES = (2, 3)
@@ -75,15 +75,17 @@ class _Forced:
         return lambda row: self._tokens[verified.position(row) - self._prompt_tokens]
 
 
+def asked_for(task: Task, *, speculate: bool) -> tuple[GenerationConfig, Selector | None]:
+    """What this engine is asked for a task, with drafts or plain."""
+    if task.forced is not None:
+        generation = GenerationConfig(max_tokens=len(task.forced), ignore_eos=True, speculate=speculate)
+        return generation, _Forced(len(task.prompt.token_ids), task.forced)
+    return replace(task.generation, speculate=speculate), None
+
+
 def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
     """This engine, with drafts or plain."""
-    generation = task.generation
-    selector = None
-    if task.forced is not None:
-        selector = _Forced(len(task.prompt.token_ids), task.forced)
-        generation = GenerationConfig(max_tokens=len(task.forced), ignore_eos=True, speculate=speculate)
-    elif generation.speculate != speculate:
-        generation = GenerationConfig(**{**generation.__dict__, "speculate": speculate})
+    generation, selector = asked_for(task, speculate=speculate)
     engine.forget(_TENANT)  # every prompt begins with what a new process knows
     started = time.perf_counter()
     with engine.stream(task.prompt, generation, selector=selector, tenant=_TENANT) as stream:
@@ -96,7 +98,7 @@ def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
         return Run(stream.result.token_ids, first - started, ended - first, stats.steps, stats.cache_bytes)
 
 
-class _Clock(BaseStreamer):
+class Clock(BaseStreamer):
     """Notes when the first token came; `generate` puts the prompt first."""
 
     def __init__(self) -> None:
@@ -134,7 +136,7 @@ def transformers_generate(engine: Engine, task: Task, *, lookup: int | None = No
         nonlocal steps
         steps += 1
 
-    clock = _Clock()
+    clock = Clock()
     hook = model.register_forward_pre_hook(count)
     try:
         started = time.perf_counter()
@@ -153,10 +155,11 @@ def transformers_generate(engine: Engine, task: Task, *, lookup: int | None = No
     finally:
         hook.remove()
     tokens = tuple(out.sequences[0, ids.shape[1] :].tolist())
-    return Run(tokens, clock.first - started, ended - clock.first, steps - 1, _cache_bytes(out.past_key_values))
+    return Run(tokens, clock.first - started, ended - clock.first, steps - 1, cache_bytes(out.past_key_values))
 
 
-def _cache_bytes(cache: Any) -> int:
+def cache_bytes(cache: Any) -> int:
+    """Bytes of the keys and values of a cache of `transformers`."""
     tensors = [tensor for layer in getattr(cache, "layers", []) for tensor in (layer.keys, layer.values)]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

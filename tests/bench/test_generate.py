@@ -94,7 +94,6 @@ def test_a_configuration_alone_serves_to_replay_traces(tmp_path: Path, tiny_mode
     ("arguments", "message"),
     [
         ([], "give either --prompts FILE or --replay TRACES"),
-        (["--prompts", "p.jsonl", "--batch", "4"], "decodes one request at a time"),
         (["--prompts", "p.jsonl", "--model", "config.json"], "random weights answer nothing"),
     ],
 )
