@@ -129,10 +129,8 @@ def load(
         raise ConfigError(f"--cancelled {cancelled} and --bad {bad} are shares of the same requests; lower one of them")
     engine = Engine.load(model, dtype=dtype, device=device)
     wanted = [c for c in categories.split(",") if c]
-    asked = [
-        engine.encode_chat([{"role": "user", "content": prompt.text}])
-        for prompt in read_prompts(prompts, wanted, limit)
-    ]
+    texts = [prompt.text for prompt in read_prompts(prompts, wanted, limit)]
+    asked = [engine.encode_chat([{"role": "user", "content": text}]) for text in texts]
     plan = LoadPlan(requests, at_once, cancelled, bad, rounds)
     report = run_load(engine, asked, GenerationConfig(max_tokens=max_tokens), plan, progress())
     if as_json:
@@ -149,10 +147,11 @@ def _print_load(report: dict[str, Any]) -> None:
 
     machine = report["machine"]
     table = Table(title=f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts")
+    table.add_column("")
+    for number in range(1, len(report["rounds"]) + 1):
+        table.add_column(f"round {number}", justify="right")
     for name in report["rounds"][0]:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in report["rounds"]:
-        table.add_row(*(f"{cell:g}" for cell in row.values()))
+        table.add_row(name.replace("_", " "), *(f"{row[name]:g}" for row in report["rounds"]))
     Console().print(table)
 
 

@@ -1,4 +1,4 @@
-"""`reader-rag bench load`: many requests at once, some of them cancelled, some of them bad, and what is left of them."""
+"""`reader-rag bench load`: many requests at once, some cancelled, some bad, and what is left of them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class LoadPlan:
     def fates(self, round_number: int) -> list[Fate]:
         """The fate of each request of a round, in order."""
         cancelled, bad = round(self.cancelled * self.requests), round(self.bad * self.requests)
-        fates: list[Fate] = ["cancelled"] * cancelled + ["bad"] * bad
-        fates += ["answered"] * (self.requests - len(fates))
+        counts: dict[Fate, int] = {"cancelled": cancelled, "bad": bad, "answered": self.requests - cancelled - bad}
+        fates = [fate for fate, count in counts.items() for _ in range(count)]
         random.Random(f"{self.seed}-{round_number}").shuffle(fates)
         return fates
 
