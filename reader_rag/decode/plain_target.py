@@ -53,6 +53,12 @@ class PlainCache:
             raise ValueError(f"a state cannot be rewound: {rows} of {read} positions")
         self.length += read
 
+    def release(self) -> None:
+        """Give back the state."""
+        self.state = {}
+        self.tokens = []
+        self.length = 0
+
 
 class PlainTarget:
     """A model decoded one token at a time with what it keeps of the text itself; see `Target` for the interface.

@@ -226,7 +226,8 @@ class Request:
         """Give back the cache and the draft index."""
         if self._state is not None:
             self._copied = self._state.provenance.spans(self._text.text, self._text.ends)
-            self._state = None
+            cache, self._state = self._state.cache, None
+            cache.release()
 
     @property
     def result(self) -> Generation:
