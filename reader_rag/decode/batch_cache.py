@@ -227,7 +227,7 @@ def _copied(source: torch.Tensor, target: torch.Tensor, moves: Moves) -> int:
             target[row, :, : entries.shape[1]] = entries
             size += entries.nbytes
         return size
-    if all(row == origin for row, origin in kept):
+    if kept == [(row, row) for row in range(len(kept))]:
         target[: len(kept), :, : moves.used] = source[: len(kept), :, : moves.used]
     else:
         for row, origin in kept:
@@ -377,7 +377,9 @@ class BatchCache(Cache):
         need = max(int(used[rows].max()) + width, int(used.max()))
         if packs and self.policy == "column":
             need += int(_WORTH * longest)
-        if len(layout.texts) > self.rows or need > self.columns or self._too_large(len(layout.texts), most):
+        if len(layout.texts) > self.rows:
+            self.rows, self.columns = len(layout.texts), max(need, int(_TIGHT * longest) + self.step)
+        elif need > self.columns or self._too_large(len(layout.texts), most):
             self.rows, self.columns = len(layout.texts), most
         elif not (packs or joins):
             return
