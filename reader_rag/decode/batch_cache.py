@@ -40,11 +40,8 @@ _TIGHT = 1.125
 """The same where rows have left, so that the next to leave or join need not move all of them again."""
 _WORTH = 1 / 16
 """Of the longest text: a rearrangement that leaves fewer columns free than that grows the columns too."""
-
-
-def default_policy(device: torch.device, texts: int) -> Policy:
-    """The policy that measured faster for so many texts on such a device; see docs/batches.md."""
-    return "offset"
+DEFAULT_POLICY: Policy = "offset"
+"""For every device and number of texts: as fast as the other on a CPU, for fewer bytes moved (docs/batches.md)."""
 
 
 class Pass:
@@ -257,10 +254,10 @@ class BatchCache(Cache):
 
     Args:
         layers: Number of layers.
-        policy: See the module's docstring; None: what `default_policy` says when the first texts join.
+        policy: See the module's docstring; None: `DEFAULT_POLICY`.
 
     Attributes:
-        policy: The one in force.
+        policy: As given.
         rows: Rows allocated; those behind `texts` are free.
         columns: Columns allocated.
         step: The widest pass since it was empty.
@@ -270,11 +267,10 @@ class BatchCache(Cache):
     """
 
     def __init__(self, layers: int, policy: Policy | None = None) -> None:
-        self.policy: Policy = policy or "offset"
+        self.policy: Policy = policy or DEFAULT_POLICY
         self.rows = self.columns = self.step = 0
         self.now: Pass | None = None
         self.bytes_moved = self.rearrangements = 0
-        self._asked = policy
         self._layout = Layout.empty()
         self._left: list[Text] = []
         self._lock = threading.RLock()
@@ -338,9 +334,6 @@ class BatchCache(Cache):
     @torch.inference_mode()
     def _begin(self, texts: Sequence[TreeCache], counts: Sequence[int]) -> Pass:
         self._sweep()
-        if not self.texts:
-            device = next((t.device for layer in texts[0].tree_layers if (t := layer.keys) is not None), None)
-            self.policy = self._asked or default_policy(device or torch.device("cpu"), len(texts))
         refs, width = [weakref.ref(text) for text in texts], max(counts)
         for layout in self._layouts:
             for ref in refs:

@@ -401,7 +401,7 @@ class Twin:
 
 
 STEPS = st.tuples(
-    st.sampled_from(["pass", "pass", "pass", "join", "leave", "drop", "two", "fail"] ),
+    st.sampled_from(["pass", "pass", "pass", "join", "leave", "drop", "two", "fail"]),
     st.integers(0, 1 << 20),
 )
 
@@ -458,7 +458,7 @@ def family(name: str) -> Target:
 
 @pytest.fixture
 def policy_of_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Policy:
-    monkeypatch.setattr(batch_cache, "default_policy", lambda *_: request.param)
+    monkeypatch.setattr(batch_cache, "DEFAULT_POLICY", request.param)
     return request.param  # type: ignore[no-any-return]
 
 
