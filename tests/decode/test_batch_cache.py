@@ -10,16 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from costs_stub import EverythingPays
 from hypothesis import given
 from hypothesis import strategies as st
 from random_trees import random_tokens, random_tree
 from tiny_models import EAGER_ONLY, TREES, VOCABULARY, make_model
 
+from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode import batch_cache
+from reader_rag.decode.batch import advance
 from reader_rag.decode.batch_cache import BatchCache, BatchLayer, Pass, Policy
 from reader_rag.decode.cache import TreeCache
+from reader_rag.decode.engine import Engine
 from reader_rag.decode.plain_target import PlainCache
 from reader_rag.decode.step import FixedShape, Step, Target
+from reader_rag.decode.stream import GenerationStream
 from reader_rag.draft import DraftTree
 
 HEADS, KEY_WIDTH, VALUE_WIDTH = 2, 3, 5
@@ -603,6 +608,39 @@ def test_positions_can_be_pretended_for_timing(policy_of_all: Policy) -> None:
         assert target._batch.longest == length
         assert target._batch.columns <= 1.25 * length + 3
         assert [len(logits) for logits in target.verify_batch(steps)] == [3, 3]
+
+
+@every_policy
+def test_requests_advanced_together_answer_as_each_alone_and_give_their_rows_back(
+    policy_of_all: Policy, tiny_model: Any, tiny_tokenizer: Any
+) -> None:
+    engine = Engine(tiny_model, tiny_tokenizer, forward="torch", draft=DraftConfig(max_nodes=12))
+    engine.costs = EverythingPays()  # type: ignore[assignment]
+    prompts = ["the rain in the", "one of the stations and the other of the stations and", "a"]
+
+    def streams() -> list[GenerationStream]:
+        return [
+            engine.stream(engine.encode(prompt), GenerationConfig(max_tokens=10 + 8 * n, ignore_eos=True))
+            for n, prompt in enumerate(prompts)
+        ]
+
+    alone = []
+    for stream in streams():
+        list(stream)
+        alone.append(stream.result.token_ids)
+    requests = [stream._request for stream in streams()]
+    for request in requests:
+        while request.reading:
+            request.read()
+    while going := [request for request in requests if request.finish is None]:
+        assert advance(engine, going) == {}
+        for request in going:
+            if request.finish is not None:
+                request.release()
+    assert [request.result.token_ids for request in requests] == alone
+    assert isinstance(engine.target, Target)
+    assert engine.target._batch.bytes_moved > 0
+    assert engine.target._batch.nbytes == 0
 
 
 def test_a_plain_cache_gives_its_state_back() -> None:
