@@ -9,25 +9,11 @@ from typer.testing import CliRunner
 
 from reader_rag.cli import app
 
-SMALL = [
-    "bench",
-    "cache",
-    "--context",
-    "40",
-    "--tokens",
-    "30",
-    "--layers",
-    "2",
-    "--heads",
-    "2",
-    "--width",
-    "4",
-    "--batch",
-]
+SMALL = ["bench", "cache", "--context", "40", "--tokens", "30", "--layers", "2", "--heads", "2", "--width", "4"]
 
 
 def test_both_policies_take_the_same_steps_within_the_bound() -> None:
-    result = CliRunner().invoke(app, [*SMALL, "1,3", "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(app, [*SMALL, "--batch", "1,3", "--json"], catch_exceptions=False)
     runs = json.loads(result.stdout)["runs"]
     assert [(run["batch"], run["policy"]) for run in runs] == [
         (1, "offset"),
@@ -45,8 +31,8 @@ def test_both_policies_take_the_same_steps_within_the_bound() -> None:
 
 def test_a_table_is_printed_and_nonsense_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    result = CliRunner().invoke(app, [*SMALL, "2"], catch_exceptions=False)
+    result = CliRunner().invoke(app, [*SMALL, "--batch", "2"], catch_exceptions=False)
     assert "moves/entry" in result.stdout
     assert "column" in result.stdout
-    refused = CliRunner().invoke(app, [*SMALL, "2,x"])
+    refused = CliRunner().invoke(app, [*SMALL, "--batch", "2,x"])
     assert refused.exit_code != 0

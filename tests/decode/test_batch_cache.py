@@ -206,6 +206,23 @@ def test_texts_that_hold_nothing_yet_may_join(policy: Policy) -> None:
     assert write(batch, [a, b, text_of([21, 22])], [[2], [12], [23]])[1][0][:1] == [1]
 
 
+def test_a_batch_that_grows_goes_on_by_the_other_policy() -> None:
+    batch = BatchCache(1)
+    texts = [text_of([100 * n, 100 * n + 1]) for n in range(1, 16)]
+    marks = [[int(102 + 100 * n), 7, 8] for n in range(15)]
+    for count in (15, 16, 15):
+        texts += [text_of([1600, 1601]) for _ in range(count - len(texts))]
+        for text in texts[count:]:
+            text.release()
+        del texts[count:]
+        seen = committed(*write(batch, texts, [*marks, [1, 7, 8]][:count]))
+        assert batch.policy == ("offset" if count == 16 else "column")
+        assert [len(row) for row in seen] == [text.length for text in texts]
+        assert seen[4][:2] == [500, 501]
+        for text in texts:
+            text.keep([0, 2])
+
+
 def test_a_text_does_not_grow_beyond_what_it_was_made_for() -> None:
     batch = BatchCache(1)
     a, b = text_of([1, 2], capacity=3), text_of([11])
@@ -463,7 +480,7 @@ def family(name: str) -> Target:
 
 @pytest.fixture
 def policy_of_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Policy:
-    monkeypatch.setattr(batch_cache, "DEFAULT_POLICY", request.param)
+    monkeypatch.setattr(batch_cache, "default_policy", lambda _: request.param)
     return request.param  # type: ignore[no-any-return]
 
 
