@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -160,6 +161,55 @@ def _batches(text: str) -> list[int]:
     if not sizes or min(sizes) < 1:
         raise ConfigError(f"--batch {text}: give whole numbers of at least 1, e.g. 1,2,4,8")
     return sizes
+
+
+@app.command(epilog="Example: reader-rag bench cache --batch 8,32 --layers 8")
+def cache(
+    batch: Annotated[str, typer.Option(help="Texts at once, comma-separated.")] = "1,2,4,8,16,32",
+    context: Annotated[int, typer.Option(min=2, help="Positions of the longest context.")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the longest answer.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the cache.")] = 8,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of a layer.")] = 8,
+    width: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of keys and values.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare where a batch's keys and values may lie: time, bytes moved and memory. No model is loaded."""
+    sizes = [int(size) for size in batch.split(",") if size.isdecimal() and int(size)]
+    if len(sizes) != len(batch.split(",")):
+        raise ConfigError(f"--batch {batch}: give whole numbers from 1 up, separated by commas")
+    from reader_rag.bench.caching import CacheShape, measure_caching
+
+    shape = CacheShape(context, tokens, layers, heads, width, device, dtype)
+    report = {"shape": asdict(shape), "runs": measure_caching(sizes, shape, progress())}
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        _print_caching(report)
+
+
+def _print_caching(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("batch", "policy")
+    for heading in ("steps", "ms/step", "mean", "moved MB", "moves/entry", "rearranged", "peak MB", "of the bound"):
+        table.add_column(heading, justify="right")
+    for run in report["runs"]:
+        table.add_row(
+            str(run["batch"]),
+            run["policy"],
+            str(run["steps"]),
+            f"{run['ms_per_step_p50']:.2f}",
+            f"{run['ms_per_step_mean']:.2f}",
+            f"{run['moved_bytes'] / 1e6:.0f}",
+            f"{run['moves_per_entry']:.2f}",
+            str(run["rearrangements"]),
+            f"{run['peak_bytes'] / 1e6:.1f}",
+            f"{run['share_of_bound']:.3f}",
+        )
+    Console().print(table)
 
 
 def _engine(model: str, dtype: str, device: str, settings: dict[str, Any], *, random_weights: bool) -> Engine:

@@ -49,6 +49,7 @@ def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, Except
         )
         trees = {request: tree.head(size) for (request, tree), size in zip(trees.items(), sizes, strict=True)}
     drafted = time.perf_counter()
+    rearrangements, moved = engine.target.moved
     lengths = [request.cache.length for request in trees]
     positions = sum(len(tree) + 1 for tree in trees.values())
     emitted: list[int] = []
@@ -61,6 +62,8 @@ def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, Except
         except Exception as error:
             failed[request] = error
     ended = time.perf_counter()
+    if engine.target.moved[0] > rearrangements:
+        engine.observers.tell("rearranged", engine.target.moved[1] - moved)
     if costs is not None and not failed:
         widest = 1 + max(len(tree) for tree in trees.values())
         rows = len(trees) * widest if engine.target.pads else positions

@@ -7,7 +7,7 @@ with unpatched models. Every layer holds all positions, sliding ones too: what a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -89,6 +89,11 @@ class TreeLayer(CacheLayerMixin):
             self.values[:, :, start:end] = self.values.index_select(2, rows + start)
         self.length += count
 
+    def drop(self) -> None:
+        """Give back keys and values; what is committed lies elsewhere, or is wanted no more."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
     def get_seq_length(self) -> int:
         """Committed positions."""
         return self.length
@@ -109,16 +114,41 @@ class TreeLayer(CacheLayerMixin):
         return self.keys.nbytes + self.values.nbytes
 
 
+class Home(Protocol):
+    """Where keys and values of a text lie among those of others; see `BatchCache`."""
+
+    def keep(self, text: TreeCache, rows: Sequence[int]) -> None:
+        """Commit those rows of the text's last pass."""
+
+    def leave(self, text: TreeCache) -> None:
+        """Give back what is held for the text."""
+
+    def pretend(self, text: TreeCache, length: int) -> None:
+        """See `TreeCache.pretend`."""
+
+    def bytes_of(self, text: TreeCache) -> int:
+        """Bytes held for the text."""
+
+    def states(self, text: TreeCache, start: int, stop: int) -> States:
+        """See `TreeCache.states`."""
+
+
 class TreeCache(Cache):
     """A cache of `TreeLayer`s.
 
     Args:
         layers: Number of layers.
         capacity: Most positions: prompt, output and one tree.
+
+    Attributes:
+        capacity: As given.
+        home: Where keys and values lie once the text is decoded together with others; its layers then hold nothing but
+            the number of committed positions. None: they lie in its layers.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.capacity = capacity
+        self.home: Home | None = None
         self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
         self._arrays: tuple[NDArray[Any], NDArray[Any]] | None = None
         super().__init__(layers=list(self.tree_layers))
@@ -159,6 +189,8 @@ class TreeCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes held for keys and values."""
+        if self.home is not None:
+            return self.home.bytes_of(self)
         return sum(layer.nbytes for layer in self.tree_layers)
 
     @torch.inference_mode()
@@ -169,6 +201,8 @@ class TreeCache(Cache):
             start: The first position.
             stop: One past the last.
         """
+        if self.home is not None:
+            return self.home.states(self, start, stop)
         if self._arrays is not None:
             keys, values = self._arrays
             return [(keys[:, :, start:stop].copy(), values[:, :, start:stop].copy())]
@@ -202,6 +236,8 @@ class TreeCache(Cache):
 
     def pretend(self, length: int) -> None:
         """Take the first `length` positions for committed, whatever they hold; for timing."""
+        if self.home is not None:
+            self.home.pretend(self, length)
         for layer in self.tree_layers:
             layer.length = length
 
@@ -217,6 +253,11 @@ class TreeCache(Cache):
         Args:
             rows: Indexes into the pass's input.
         """
+        if self.home is not None:
+            self.home.keep(self, rows)
+            for layer in self.tree_layers:
+                layer.length += len(rows)
+            return
         leading = rows == list(range(len(rows)))
         if self._arrays is not None:
             start, count = self.length, len(rows)
@@ -234,3 +275,13 @@ class TreeCache(Cache):
             assert layer.keys is not None
             index = None if leading else torch.tensor(rows, device=layer.keys.device)
             layer.keep(index, len(rows))
+
+    def release(self) -> None:
+        """Give back all that is held, at once; the text is not decoded any further."""
+        if self.home is not None:
+            self.home.leave(self)
+            self.home = None
+        self._arrays = None
+        for layer in self.tree_layers:
+            layer.drop()
+            layer.length = 0

@@ -53,6 +53,12 @@ class PlainCache:
             raise ValueError(f"a state cannot be rewound: {rows} of {read} positions")
         self.length += read
 
+    def release(self) -> None:
+        """Give back the state."""
+        self.state = {}
+        self.tokens = []
+        self.length = 0
+
 
 class PlainTarget:
     """A model decoded one token at a time with what it keeps of the text itself; see `Target` for the interface.
@@ -84,6 +90,11 @@ class PlainTarget:
     def context_window(self) -> int | None:
         """Most positions the model was made for, or None if its configuration does not say."""
         return context_window(self.config)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """None, ever."""
+        return 0, 0
 
     def deepest(self, root: int) -> int | None:
         """0: nothing can be drafted."""

@@ -249,7 +249,8 @@ class Request:
                 with self._engine.lock:
                     self._state.keep()
             self._copied = self._state.provenance.spans(self._text.text, self._text.ends)
-            self._state = None
+            cache, self._state = self._state.cache, None
+            cache.release()
 
     @property
     def result(self) -> Generation:

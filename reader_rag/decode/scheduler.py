@@ -20,6 +20,7 @@ import torch
 
 from reader_rag.config import BatchConfig
 from reader_rag.decode.batch import advance
+from reader_rag.decode.batch_cache import ROOM
 from reader_rag.decode.delivery import Delivery, ScheduledStream
 from reader_rag.decode.observer import Load, Outcome
 from reader_rag.decode.request import Asked, Request
@@ -32,9 +33,6 @@ _ROWS_ON_CPU, _ROWS_ELSEWHERE = 8, 32
 _SHARE_OF_FREE_MEMORY = 0.5
 _IDLE_S = 10.0
 """After so long without a request the worker thread ends; the next request starts another."""
-
-SLACK = 1.25
-"""What keys and values of a padded batch may take, times rows times the longest row; see `BatchCache`."""
 
 _running: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 _closed_at_exit = threading.Lock()
@@ -184,7 +182,7 @@ class Scheduler:
         """Most bytes of keys and values that requests may come to hold together."""
         sizes = [row.cache_bytes for row in rows]
         if self._engine.target.pads and len(rows) > 1:
-            return int(SLACK * len(sizes) * max(sizes))
+            return int(ROOM * len(sizes) * max(sizes))
         return sum(sizes)
 
     # -- the worker thread --

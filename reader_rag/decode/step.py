@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from reader_rag.config import Forward
+from reader_rag.decode.batch_cache import BatchCache
 from reader_rag.decode.cache import TreeCache
 from reader_rag.decode.cpu_forward import CpuForward, Rows, slow_products
+from reader_rag.decode.masks import attention_kinds, attention_masks
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import UnsupportedModelError
 
@@ -53,6 +55,10 @@ class AnyTarget(Protocol):
     @property
     def context_window(self) -> int | None:
         """Most positions the model was made for, or None if its configuration does not say."""
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """See `Target.moved`."""
 
     def new_cache(self, positions: int, max_nodes: int) -> Any:
         """See `Target.new_cache`."""
@@ -92,6 +98,9 @@ class AnyCache(Protocol):
 
     def keep(self, rows: list[int]) -> None:
         """Commit those positions of the last forward pass."""
+
+    def release(self) -> None:
+        """Give back all that is held, at once; the text is not decoded any further."""
 
 
 _MASKED_BACKENDS = {"sdpa": torch.bool, "eager": None}
@@ -211,12 +220,12 @@ class Target:
         if keeps_state(model):
             raise UnsupportedModelError(f"{kind} models keep a state that cannot be rewound")
         self._branches = branches
-        self.pads = self.cpu is None
+        self.pads = self.cpu is None and branches and self.fixed is None
         if branches:
             if not takes_masks(model):
                 raise UnsupportedModelError(f"the attention backend {attention_of(model)!r} takes no tree mask")
             self._mask_dtype = _MASKED_BACKENDS[attention_of(model)] or model.dtype
-            self._kinds = _attention_kinds(self.config)
+            self._kinds = attention_kinds(self.config)
             self._narrowest = min((span for span in self._kinds.values() if span), default=None)
         parameters = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -227,6 +236,7 @@ class Target:
         self._takes_positions = "position_ids" in parameters or branches
         self._switch = _switch_of_rotation(self.config)
         self._position_bytes = _position_bytes(self.config, model.dtype)
+        self._batch = BatchCache(self.config.num_hidden_layers)
 
     @property
     def device(self) -> torch.device:
@@ -237,6 +247,11 @@ class Target:
     def context_window(self) -> int | None:
         """Most positions the model was made for, or None if its configuration does not say."""
         return context_window(self.config)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """How often keys and values of a batch were rearranged so far, and the bytes moved for whatever reason."""
+        return self._batch.rearrangements, self._batch.bytes_moved
 
     def deepest(self, root: int) -> int | None:
         """Longest path that may be drafted when the root stands at `root`; None: any.
@@ -298,14 +313,19 @@ class Target:
 
         Args:
             token_ids: [length], at least one token.
-            cache: Extended by `length` positions.
+            cache: Extended by `length` positions; of a text that was not decoded together with others yet.
             seen: Called for each chunk, with logits after all its tokens that rank the next ones right (a model may
                 scale or cap them still); not called on a model that gives no more than its last logits. The logits
                 returned are computed as they are without it, to the last bit.
 
         Yields:
             Logits after the last token of a chunk, [1, vocabulary].
+
+        Raises:
+            ValueError: The text lies among others already.
         """
+        if cache.home is not None:
+            raise ValueError("a text that is decoded together with others reads no more prompt")
         tokens = np.array(token_ids, np.int64)
         size = PREFILL_CHUNK
         # One pass over a text that reaches the switch turns all of it by the angles behind it, as a chunk does not.
@@ -331,8 +351,7 @@ class Target:
         positions = np.arange(cache.length, cache.length + len(tokens))
         states: list[torch.Tensor] = []
         with _outputs(self._decoder if seen is not None and self._last_only else None, states):
-            ids = torch.from_numpy(tokens)[None].to(self.device)
-            logits = self._forward(ids, positions, cache, **self._last_only)
+            logits = self._forward(tokens[None], positions[None], cache, **self._last_only)
         cache.keep(list(range(len(tokens))))
         self._position_bytes = cache.nbytes // cache.capacity
         if seen is not None and states:
@@ -356,20 +375,21 @@ class Target:
         """
         if self.cpu is not None:
             return self.cpu([Rows.of_tree(root, tree, cache)])[0]
+        if cache.home is not None:
+            return self._verify_together([Step(root, tree, cache)])[0]
         rows = len(tree) + 1
-        tokens = np.concatenate([np.array([root], np.int64), tree.tokens])
-        depths = np.concatenate([np.zeros(1, np.int64), tree.depths])
-        visible = tree.ancestor_mask
-        shown = cache.length + rows
+        shown, width = cache.length + rows, rows
         if self.fixed is not None:
-            tokens, depths, visible = _padded(tokens, depths, visible, self.fixed.width)
-            shown = self.fixed.shown(cache.length)
+            shown, width = self.fixed.shown(cache.length), self.fixed.width
             cache.show(shown)
+        tokens, depths, visible = _padded(root, tree, width)
+        positions = depths + cache.length
         mask = None
         if self._branches and (rows > 1 or self.fixed is not None or self._is_windowed(cache.length)):
-            mask = self._mask(visible, depths, cache.length, shown)
-        ids = torch.from_numpy(tokens)[None].to(self.device)
-        return self._forward(ids, depths + cache.length, cache, attention_mask=mask)[0, :rows]
+            keys = np.arange(shown, dtype=np.int32)
+            keys[cache.length :] = -1
+            mask = self._masks(visible[None], positions[None], keys[None], np.array([cache.length]))
+        return self._forward(tokens[None], positions[None], cache, attention_mask=mask)[0, :rows]
 
     @torch.inference_mode()
     def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
@@ -383,7 +403,29 @@ class Target:
         """
         if self.cpu is not None:
             return self.cpu([Rows.of_tree(step.root, step.tree, step.cache) for step in steps])
-        return [self.verify(step.root, step.tree, step.cache) for step in steps]
+        if not self.pads or len(steps) == 1:
+            return [self.verify(step.root, step.tree, step.cache) for step in steps]
+        if self._switch is None:
+            return self._verify_together(steps)
+        # A text behind the switch would turn those before it by its angles.
+        logits: dict[int, torch.Tensor] = {}
+        for behind in (False, True):
+            group = [n for n, step in enumerate(steps) if (step.cache.length >= self._switch) == behind]
+            if group:
+                logits |= zip(group, self._verify_together([steps[n] for n in group]), strict=True)
+        return [logits[n] for n in range(len(steps))]
+
+    def _verify_together(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """`verify_batch` in one padded pass; the texts join the batch and stay there until they are released."""
+        widths = [len(step.tree) + 1 for step in steps]
+        with self._batch.pass_over([step.cache for step in steps], widths) as now:
+            ordered = [steps[n] for n in now.order]
+            parts = zip(*(_padded(step.root, step.tree, now.width) for step in ordered), strict=True)
+            tokens, depths, visible = (np.stack(part) for part in parts)
+            positions = depths + np.array([[step.cache.length] for step in ordered])
+            mask = self._masks(visible, positions, now.keys, now.starts)
+            logits = self._forward(tokens, positions, self._batch, attention_mask=mask)
+        return [logits[row, : widths[n]] for n, row in enumerate(np.argsort(now.order))]
 
     def _is_windowed(self, root: int) -> bool:
         """Whether a layer does not show all of the text to a root there.
@@ -393,44 +435,45 @@ class Target:
         return self._narrowest is not None and root >= self._narrowest
 
     def _forward(
-        self, ids: torch.Tensor, positions: NDArray[np.int64], cache: TreeCache, **inputs: Any
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        cache: TreeCache | BatchCache,
+        **inputs: Any,
     ) -> torch.Tensor:
-        """The model's own pass over tokens [1, rows] at positions [rows]; logits [1, rows or fewer, vocabulary]."""
+        """The model's own pass.
+
+        Args:
+            tokens: [texts, rows].
+            positions: [texts, rows].
+            cache: Of the texts.
+            inputs: What else the model takes.
+
+        Returns:
+            Logits [texts, rows or fewer, vocabulary].
+        """
         if self._takes_positions:
-            inputs["position_ids"] = torch.from_numpy(positions)[None].to(self.device)
+            inputs["position_ids"] = torch.from_numpy(positions).to(self.device)
+        ids = torch.from_numpy(tokens).to(self.device)
         logits: torch.Tensor = self.model(ids, past_key_values=cache, use_cache=True, **inputs).logits
         return logits
 
-    def _mask(
-        self, visible: NDArray[np.bool_], depths: NDArray[np.int64], committed: int, shown: int
+    def _masks(
+        self,
+        visible: NDArray[np.bool_],
+        queries: NDArray[np.int64],
+        keys: NDArray[np.int32],
+        starts: NDArray[np.int64],
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Masks [1, 1, rows, shown] of the model's attention kinds; one mask if there is only one kind.
+        """Masks [texts, 1, rows, shown] of the model's attention kinds; one mask if there is only one kind.
 
-        Args:
-            visible: [rows, rows], which rows of the pass see each other.
-            depths: [rows], positions relative to the root.
-            committed: Positions before the root; all rows see them.
-            shown: Positions attended to.
+        See `attention_masks`.
         """
-        rows = len(depths)
-        full = np.zeros((rows, shown), np.bool_)
-        full[:, :committed] = True
-        full[:, committed : committed + rows] = visible
-        queries = (depths + committed)[:, None]
-        keys = np.arange(shown, dtype=np.int64)[None]
-        keys[0, committed : committed + rows] = queries[:, 0]
-        masks = {}
-        for kind, span in self._kinds.items():
-            allowed = full
-            if kind == "sliding_attention":
-                allowed = full & (keys > queries - span)
-            elif kind == "chunked_attention":
-                allowed = full & (keys // span == queries // span)
-            masks[kind] = self._to_backend(allowed)
+        allowed = attention_masks(self._kinds, visible, queries, keys, starts, self.device)
+        masks = {kind: self._to_backend(mask) for kind, mask in allowed.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _to_backend(self, allowed: NDArray[np.bool_]) -> torch.Tensor:
-        mask = torch.from_numpy(allowed)[None, None].to(self.device)
+    def _to_backend(self, mask: torch.Tensor) -> torch.Tensor:
         if self._mask_dtype == torch.bool:
             return mask
         least = torch.finfo(self._mask_dtype).min
@@ -445,18 +488,17 @@ def last_of(logits: Iterator[torch.Tensor]) -> torch.Tensor:
     return last
 
 
-def _padded(
-    tokens: NDArray[np.int64], depths: NDArray[np.int64], visible: NDArray[np.bool_], width: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """The rows of a pass, padded to `width`; a padding row repeats the root's token and is seen by nobody else."""
-    rows = len(tokens)
-    wide = np.eye(width, dtype=np.bool_)
-    wide[:rows, :rows] = visible
-    return (
-        np.concatenate([tokens, np.full(width - rows, tokens[0])]),
-        np.concatenate([depths, np.zeros(width - rows, np.int64)]),
-        wide,
-    )
+def _padded(root: int, tree: DraftTree, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Tokens [width], depths [width] and who sees whom [width, width] of a root and a tree, padded.
+
+    A padding row repeats the root's token, sees itself, and is seen by nobody else.
+    """
+    rows = len(tree) + 1
+    tokens, depths = np.full(width, root, np.int64), np.zeros(width, np.int64)
+    tokens[1:rows], depths[1:rows] = tree.tokens, tree.depths
+    visible = np.eye(width, dtype=np.bool_)
+    visible[:rows, :rows] = tree.ancestor_mask
+    return tokens, depths, visible
 
 
 @contextmanager
@@ -511,22 +553,3 @@ def _switch_of_rotation(config: Any) -> int | None:
     kinds = [rotation] if "rope_type" in rotation else [kind for kind in rotation.values() if isinstance(kind, dict)]
     switches = [int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"]
     return min(switches, default=None)
-
-
-def _attention_kinds(config: Any) -> dict[str, int]:
-    """The model's attention kinds and the span (window or chunk) of each, 0 for full attention.
-
-    Raises:
-        UnsupportedModelError: A layer's kind has no tree mask (state-space, linear attention, ...).
-    """
-    window = getattr(config, "sliding_window", None)
-    layers = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    spans = {
-        "full_attention": 0,
-        "sliding_attention": window,
-        "chunked_attention": getattr(config, "attention_chunk_size", None),
-    }
-    for kind in layers:
-        if spans.get(kind) is None:
-            raise UnsupportedModelError(f"{config.model_type} models have layers of kind {kind!r}")
-    return {kind: int(spans[kind] or 0) for kind in dict.fromkeys(layers)}
