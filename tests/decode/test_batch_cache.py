@@ -665,3 +665,21 @@ def test_a_plain_cache_gives_its_state_back() -> None:
     assert cache.nbytes == 12
     cache.release()
     assert (cache.nbytes, cache.length, cache.state) == (0, 0, {})
+
+
+@both_policies
+def test_what_is_kept_of_a_text_among_others_is_what_is_kept_of_it_alone(policy: Policy) -> None:
+    batch, text, other = BatchCache(2, policy), text_of([1, 2, 3], (0,), 2), text_of([7], (0,), 2)
+    write(batch, [text, other], [[4, 5, 6, 8], [9, 9, 9, 9]])
+    text.keep([0, 2, 3])
+    other.keep([0])
+    held, nothing = text.states(1, 6)
+    assert nothing is None  # a layer that shares another's keys
+    assert held is not None
+    assert marks_of(*held) == [[2, 3, 4, 6, 8]]
+    again = TreeCache(2, 10)
+    again.restore([text.states(0, 4), text.states(4, 6)])
+    assert again.length == 6
+    assert marks_of(*[states[:, :, :6] for states in (again.tree_layers[0].keys, again.tree_layers[0].values)]) == [
+        [1, 2, 3, 4, 6, 8]
+    ]

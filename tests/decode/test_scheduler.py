@@ -199,6 +199,19 @@ class TestAnswers:
             tokens = [token for chunk in stream for token in chunk.token_ids]
         assert tuple(tokens) == drained(submitted[0]).token_ids[:50]
 
+    @pytest.mark.parametrize("forward", ["auto", "torch"])
+    def test_what_was_answered_together_is_reused(self, make_engine: Callable[..., Engine], forward: str) -> None:
+        engine = make_engine(forward=forward)
+        prompts = [engine.encode(text * 6) for text in TEXTS[:2]]
+        first = [drained(stream) for stream in [engine.submit(prompt, ask(max_tokens=80)) for prompt in prompts]]
+        again = [Prompt((*p.token_ids, *answer.token_ids, 9)) for p, answer in zip(prompts, first, strict=True)]
+        streams = [engine.submit(prompt, ask()) for prompt in again]
+        for stream, prompt, earlier in zip(streams, again, prompts, strict=True):
+            got = drained(stream)
+            assert got.stats.reused_tokens > len(earlier.token_ids)
+            engine.forget()
+            assert got.token_ids == alone(engine, prompt, ask()).token_ids
+
 
 class TestOrder:
     def test_a_long_prompt_delays_the_others_by_one_chunk(
