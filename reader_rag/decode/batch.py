@@ -56,7 +56,8 @@ def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, Except
     accepted: list[Counter[str]] = []
     for request, logits in _verified(engine, trees, failed).items():
         try:
-            count, sources = request.accept(trees[request], logits)
+            # Where drafts rest because none has paid, what they would be made of is not worth much time either.
+            count, sources = request.accept(trees[request], logits, learns=not rests)
             emitted.append(count)
             accepted.append(sources)
         except Exception as error:

@@ -195,19 +195,21 @@ class Request:
             tree = tree.chain()
         return tree
 
-    def accept(self, tree: DraftTree, logits: torch.Tensor) -> tuple[int, Counter[str]]:
+    def accept(self, tree: DraftTree, logits: torch.Tensor, *, learns: bool = True) -> tuple[int, Counter[str]]:
         """Emit what the target says of a draft, and keep what agrees with it.
 
         Args:
             tree: What was verified: a head of the last draft.
             logits: [1 + nodes, vocabulary].
+            learns: Whether to learn from the logits what may be drafted later.
 
         Returns:
             How many tokens were emitted, and the accepted nodes by source.
         """
         state = self._state
         assert state is not None
-        state.learn(self.root, tree, logits)
+        if learns:
+            state.learn(self.root, tree, logits)
         target = self.asked.selector(Verified(logits, tree, state.index.sequence))
         accepted, emitted = walk(tree, lambda node: target(node + 1), self._take)
         rows = [0, *(node + 1 for node in accepted)]
