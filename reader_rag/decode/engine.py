@@ -276,8 +276,8 @@ class Engine:
         Arguments as in `stream`, and the same answer.
 
         Returns:
-            An iterator over chunks, for a thread or an event loop. The engine's thread cannot wait for itself: a
-            processor that asks the engine something gets what `stream` returns.
+            An iterator over chunks, for a thread or an event loop. From within a step, as a processor that asks the
+            engine something, what `stream` returns.
 
         Raises:
             BusyError: As many requests wait already as may (`BatchConfig.max_waiting`).
@@ -289,7 +289,8 @@ class Engine:
 
     def open(self, asked: Asked) -> ScheduledStream | GenerationStream:
         """`submit` what `asked` has settled."""
-        return GenerationStream(self, asked) if self.scheduler.is_here else self.scheduler.submit(asked)
+        inside = self.scheduler.is_here or self.lock.is_mine  # it cannot wait for a step that waits for it
+        return GenerationStream(self, asked) if inside else self.scheduler.submit(asked)
 
     @property
     def busy(self) -> Load:

@@ -17,9 +17,14 @@ class FairLock:
         self._owner: int | None = None
         self._depth = 0
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return self._owner == threading.get_ident()
+
     def acquire(self, blocking: bool = True) -> bool:
         """Take it; see `threading.RLock.acquire`."""
-        if self._owner != threading.get_ident():
+        if not self.is_mine:
             if not self._next.acquire(blocking):
                 return False
             try:
@@ -38,7 +43,7 @@ class FairLock:
         Raises:
             RuntimeError: Another thread holds it, or none.
         """
-        if self._owner != threading.get_ident():
+        if not self.is_mine:
             raise RuntimeError("the lock is not held by this thread")
         self._depth -= 1
         if not self._depth:

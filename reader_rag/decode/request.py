@@ -246,13 +246,16 @@ class Request:
 
         An error in a step keeps nothing more, even where the answer was about to end.
         """
-        if self._state is not None:
+        if self._state is None:
+            return
+        self._copied = self._state.provenance.spans(self._text.text, self._text.ends)
+        state, self._state = self._state, None
+        try:
             if self._ended:
                 with self._engine.lock:
-                    self._state.keep()
-            self._copied = self._state.provenance.spans(self._text.text, self._text.ends)
-            cache, self._state = self._state.cache, None
-            cache.release()
+                    state.keep()
+        finally:
+            state.cache.release()
 
     @property
     def result(self) -> Generation:

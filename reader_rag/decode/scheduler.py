@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from reader_rag.decode.batch_cache import ROOM
 from reader_rag.decode.delivery import Delivery, ScheduledStream
 from reader_rag.decode.observer import Load, Outcome
 from reader_rag.decode.request import Asked, Request
+from reader_rag.decode.types import Chunk
 from reader_rag.errors import BusyError, ConfigError
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class Scheduler:
             for row in [*self._rows, *self._waiting]:
                 row.delivery.cancel()
             worker = self._worker
-            self._closing = True
+            self._closing = worker is not None
             self._changed.notify()
         if worker is not None and not self.is_here:
             worker.join()
@@ -196,7 +197,12 @@ class Scheduler:
         with _closed_at_exit:
             _running.add(self)
         while self._has_work():
-            self._turn()
+            try:
+                self._turn()
+            except BaseException as cause:  # not of one request: all readers must learn of it
+                error = cause if isinstance(cause, Exception) else RuntimeError(f"decoding was ended by {cause!r}")
+                for row in list(self._rows):
+                    self._end(row, "failed", error)
 
     def _has_work(self) -> bool:
         """Wait for a request if there is none; False: none came for long, or this is the end, and the thread ends."""
@@ -210,40 +216,35 @@ class Scheduler:
 
     def _turn(self) -> None:
         """Let requests join and leave, then make a step."""
+        longest = self._limits.max_wait_s
         with self._changed:
+            cancelled = self._take_out(lambda row: row.delivery.cancelled)
             begun = self._admit()
-            gone = self._gone()
-        for row, error in gone:
-            row.delivery.end(error)
-            self._tell_end(row, "cancelled" if error is None else "failed")
-        if begun or gone:
+            now = time.monotonic()
+            late = [] if longest is None else self._take_out(lambda row: now - row.submitted > longest)
+        for row in cancelled:
+            self._tell_end(row, "cancelled")
+        for row in late:
+            row.delivery.end(BusyError(f"no place within {longest:g} seconds (max_wait_s); ask again later"))
+            self._tell_end(row, "failed")
+        if cancelled or begun or late:
             self._tell_load()
         with self._engine.lock:
-            try:
-                self._step()
-            except Exception as error:  # not of one request: all readers must learn of it
-                for row in list(self._rows):
-                    self._end(row, "failed", error)
+            self._step()
 
-    def _gone(self) -> list[tuple[_Row, BusyError | None]]:
-        """Take out those that wait no more, and why."""
-        now, longest = time.monotonic(), self._limits.max_wait_s
-        gone: list[tuple[_Row, BusyError | None]] = []
-        for row in list(self._waiting):
-            if row.delivery.cancelled:
-                gone.append((row, None))
-            elif longest is not None and now - row.submitted > longest:
-                gone.append((row, BusyError(f"no place within {longest:g} seconds (max_wait_s); ask again later")))
-        for row, _ in gone:
+    def _take_out(self, which: Callable[[_Row], bool]) -> list[_Row]:
+        """Take waiting requests out of the queue."""
+        rows = [row for row in self._waiting if which(row)]
+        for row in rows:
             self._waiting.remove(row)
-            row.request.queued(now - row.submitted)
-        return gone
+            row.request.queued(time.monotonic() - row.submitted)
+        return rows
 
     def _admit(self) -> bool:
         """Give waiting requests a place; whether any was given one."""
         begun = False
         while len(self._rows) < self.max_rows and (row := self._waiting.first()) is not None:
-            if not row.delivery.cancelled and self._reserved([*self._rows, row]) > self.max_cache_bytes:
+            if self._reserved([*self._rows, row]) > self.max_cache_bytes:
                 break
             self._waiting.remove(row)
             self._rows.append(row)
@@ -256,6 +257,7 @@ class Scheduler:
         for row in [row for row in self._rows if row.delivery.cancelled]:
             self._end(row, "cancelled")
         reading = next((row for row in self._rows if row.request.reading), None)
+        going = {row.request: row for row in self._rows if not row.request.reading}
         if reading is not None:
             try:
                 reading.request.read()
@@ -263,7 +265,6 @@ class Scheduler:
                 self._end(reading, "failed", error)
             else:
                 self._deliver(reading)
-        going = {row.request: row for row in self._rows if not row.request.reading and row is not reading}
         if going:
             failed = advance(self._engine, list(going))
             for request, row in going.items():
@@ -273,23 +274,26 @@ class Scheduler:
                     self._deliver(row)
 
     def _deliver(self, row: _Row) -> None:
-        if row.request.reading:
+        request = row.request
+        if request.reading:
             return
-        finish = row.request.finish
-        if finish is not None:
-            row.request.release()
-        row.delivery.put(row.request.take())
-        if finish is not None:
-            self._end(row, finish)
+        chunk = request.take()
+        if request.finish is None:
+            row.delivery.put(chunk)
+        else:
+            self._end(row, request.finish, last=chunk)
 
-    def _end(self, row: _Row, outcome: Outcome, error: Exception | None = None) -> None:
-        """Free what a request holds. Its error is handed to whoever waits for its answer."""
+    def _end(self, row: _Row, outcome: Outcome, error: Exception | None = None, *, last: Chunk | None = None) -> None:
+        """Free what a request holds, then hand its last chunk, or its error, to whoever waits for its answer."""
         try:
             row.request.release()
-        finally:
-            with self._changed:
-                self._rows.remove(row)
-            row.delivery.end(error)
+        except Exception as cause:
+            outcome, error, last = "failed", error or cause, None
+        with self._changed:
+            self._rows.remove(row)
+        if last is not None:
+            row.delivery.put(last)
+        row.delivery.end(error)
         self._tell_end(row, outcome)
         self._tell_load()
 

@@ -402,6 +402,36 @@ class TestEnds:
                     drained(stream)
         assert len(drained(engine.submit(engine.encode("a"), ask())).token_ids) == 24
 
+    def test_a_processor_that_ends_the_program_ends_all_and_not_the_thread(
+        self, make_engine: Callable[..., Engine]
+    ) -> None:
+        engine = make_engine()
+
+        def exits(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            raise SystemExit(3)
+
+        with pytest.raises(RuntimeError, match=r"decoding was ended by SystemExit\(3\)"):
+            drained(engine.submit(engine.encode("a"), ask(), logits_processor=[exits]))
+        assert len(drained(engine.submit(engine.encode("a"), ask())).token_ids) == 24
+
+    def test_an_error_in_what_is_freed_ends_its_own_request_alone(
+        self, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make_engine(by_hand=True)
+        first, second = (engine.submit(engine.encode("a"), ask(max_tokens=count)) for count in (5, 9))
+        keep = engine.prefixes.keep  # type: ignore[union-attr]
+
+        def fails_once(*arguments: Any) -> None:
+            if engine.busy.running == 2 and first.result.finish_reason and len(first.result.token_ids) == 5:
+                raise ValueError("the store is broken")
+            keep(*arguments)
+
+        monkeypatch.setattr(engine.prefixes, "keep", fails_once)
+        drain(engine)
+        with pytest.raises(ValueError, match="the store is broken"):
+            drained(first)
+        assert len(drained(second).token_ids) == 9
+
     def test_bad_requests_are_refused_before_they_wait(self, make_engine: Callable[..., Engine]) -> None:
         engine = make_engine(by_hand=True)
         with pytest.raises(PromptError):
@@ -482,7 +512,8 @@ class TestThreads:
         drain(engine)
         assert len(drained(stream).token_ids) == 3
 
-    def test_a_processor_may_ask_the_engine_itself(self, make_engine: Callable[..., Engine]) -> None:
+    @pytest.mark.parametrize("how", ["submit", "stream"])
+    def test_a_processor_may_ask_the_engine_itself(self, make_engine: Callable[..., Engine], how: str) -> None:
         engine = make_engine()
         said: list[str] = []
 
@@ -491,7 +522,7 @@ class TestThreads:
                 said.append(drained(engine.submit(engine.encode("a"), ask(max_tokens=4))).text)
             return scores
 
-        drained(engine.submit(engine.encode("the"), ask(), logits_processor=[asks]))
+        drained(getattr(engine, how)(engine.encode("the"), ask(), logits_processor=[asks]))
         assert said == [engine.generate(engine.encode("a"), ask(max_tokens=4)).text]
 
 
