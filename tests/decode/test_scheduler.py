@@ -674,6 +674,13 @@ class Together(RuleBasedStateMachine):
     def nobody_holds_more_than_a_place(self) -> None:
         assert self.engine.busy.running <= self.engine.scheduler.max_rows
 
+    @invariant()
+    def no_more_memory_is_held_than_reserved(self) -> None:
+        caches: list[Any] = [row.request.cache for row in self.engine.scheduler._rows if row.request._state]
+        batch = self.engine.target._batch  # type: ignore[attr-defined]
+        held = batch.nbytes + sum(cache.nbytes for cache in caches if cache.home is None)
+        assert held <= self.engine.busy.cache_bytes
+
     def teardown(self) -> None:
         drain(self.engine)
         for stream, prompt, generation, read in self.open:
