@@ -15,6 +15,8 @@ import typer
 from reader_rag import __version__
 from reader_rag.bench.commands import app as bench_app
 from reader_rag.bench.verify_command import verify
+from reader_rag.config import checked_tenant
+from reader_rag.errors import ConfigError
 from reader_rag.ui.errors import OneLineErrors
 from reader_rag.ui.terminal import ingest_progress, output, quiet_libraries, status
 
@@ -35,7 +37,24 @@ app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 app.command(epilog="Example: reader-rag verify --dtype bfloat16 --exactness strict")(verify)
 
+
+def _tenant(name: str) -> str:
+    try:
+        return checked_tenant(name)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 Store = Annotated[Path, typer.Option("--store", help="Folder of the document store.", show_default=False)]
+Tenant = Annotated[
+    str,
+    typer.Option(
+        "--tenant",
+        callback=_tenant,
+        help="Whose documents: only what was ingested under this name is found.",
+        show_default="those without a name",
+    ),
+]
 Model = Annotated[str, typer.Option("--model", help="LLM: alias, local folder or hub id.")]
 EmbedModel = Annotated[str, typer.Option("--embed-model", help="Embedding model: alias, local folder or hub id.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
@@ -92,14 +111,16 @@ def ingest(
         typer.Option("--chunk-tokens", help="Longest passage, in the embedding's tokens.", show_default="256 or less"),
     ] = None,
     chunk_overlap: Annotated[int, typer.Option("--chunk-overlap", help="Tokens that neighbours share.")] = 32,
+    tenant: Tenant = "",
     embed_model: EmbedModel = _EMBED_MODEL,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Bring a store up to date with files on disk.
 
-    New and changed files go in, files that are gone from a named folder go out, the rest stays. Exit status: 0 if every
-    file could be used, 2 if some were skipped (they are listed with reasons), 1 if nothing was done.
+    New and changed files go in, files that are gone from a named folder go out, the rest stays, and so does what other
+    tenants have. Exit status: 0 if every file could be used, 2 if some were skipped (they are listed with reasons), 1
+    if nothing was done.
     """
     from reader_rag.rag.ingest import ingest as ingest_files
     from reader_rag.ui.loading import ModelOptions
@@ -115,6 +136,7 @@ def ingest(
             chunk_tokens=chunk_tokens,
             chunk_overlap=chunk_overlap,
             progress=progress,
+            tenant=tenant,
         )
     show_ingest(output(), report, store)
     if not report.ok:
@@ -128,6 +150,7 @@ def ask(
     top_k: TopK = 4,
     cutoff: Cutoff = None,
     max_tokens: MaxTokens = 256,
+    tenant: Tenant = "",
     compare: Annotated[
         bool,
         typer.Option(
@@ -154,6 +177,7 @@ def ask(
         cutoff=cutoff,
         max_tokens=max_tokens,
         compare=compare,
+        tenant=tenant,
         console=None if as_json else output(),
     )
     if as_json:
@@ -166,6 +190,7 @@ def chat(
     top_k: TopK = 4,
     cutoff: Cutoff = None,
     max_tokens: MaxTokens = 256,
+    tenant: Tenant = "",
     model: Model = _MODEL,
     embed_model: EmbedModel = _EMBED_MODEL,
     device: Device = "auto",
@@ -181,7 +206,7 @@ def chat(
 
     models = ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code)
     embedding = models.load_embedding()
-    with open_store(store, embedding) as documents:
+    with open_store(store, embedding, tenant) as documents:
         llm, recorder = recorded(models.load_llm(max_tokens))
         engine = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff)
         ChatSession(engine, recorder, output()).run()
@@ -202,6 +227,7 @@ def demo(
     store: Annotated[
         Path | None, typer.Option("--store", help="Folder of the store.", show_default="in --workdir")
     ] = None,
+    tenant: Tenant = "",
     model: Model = _MODEL,
     embed_model: EmbedModel = _EMBED_MODEL,
     device: Device = "auto",
@@ -224,6 +250,7 @@ def demo(
         store_dir=store,
         question=QUESTION if question is None else question,
         max_tokens=max_tokens,
+        tenant=tenant,
     )
     if not passed:
         raise typer.Exit(1)

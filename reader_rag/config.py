@@ -16,11 +16,30 @@ Forward = Literal["auto", "torch"]
 
 _LEAST_TEMPERATURE = 1e-4
 _MOST_LOGPROBS = 100
+_LONGEST_TENANT = 256
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def checked_tenant(tenant: str) -> str:
+    """The name of a tenant, if it can be one.
+
+    Args:
+        tenant: Any text in one line; "" is whoever names no tenant. Names are compared character by character.
+
+    Raises:
+        ConfigError: It is no string, is too long, or holds control or invisible characters.
+    """
+    _require(isinstance(tenant, str), f"a tenant is named by a string, not by {type(tenant).__name__}")
+    _require(
+        len(tenant) <= _LONGEST_TENANT,
+        f"a tenant's name has at most {_LONGEST_TENANT} characters, not {len(tenant)}: use a shorter one",
+    )
+    _require(tenant.isprintable(), f"a tenant's name cannot hold control or invisible characters: {tenant!r}")
+    return tenant
 
 
 @dataclass(frozen=True)

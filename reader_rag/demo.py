@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,7 @@ def run_demo(
     store_dir: Path | None,
     question: str,
     max_tokens: int,
+    tenant: str = "",
 ) -> bool:
     """Ingest, ask, compare.
 
@@ -78,6 +80,7 @@ def run_demo(
         store_dir: Folder of the store, if it is to lie elsewhere.
         question: What to ask.
         max_tokens: Most tokens of the answer.
+        tenant: Whose documents these are to be in the store.
 
     Returns:
         False if the tokens differ where they must not: in float32, or decoded strictly.
@@ -100,7 +103,7 @@ def run_demo(
     if not store_dir.exists():
         _say(console, "Splitting and embedding them (the first time, for a minute or so) ...")
     with ingest_progress() as progress:
-        report = ingest([folder], store_dir, embed_model=embed_model, progress=progress)
+        report = ingest([folder], store_dir, embed_model=embed_model, progress=progress, tenant=tenant)
     show_ingest(console, report, store_dir)
 
     console.print(Text.assemble("\n", ("Question: ", "bold"), clean(question), "\n"), soft_wrap=True)
@@ -112,10 +115,12 @@ def run_demo(
         cutoff=None,
         max_tokens=max_tokens,
         compare=True,
+        tenant=tenant,
         console=console,
         embed_model=embed_model,
     )
-    _say(console, f'\nAsk your own: reader-rag ask "..." --store {store_dir}')
+    named = f" --tenant {shlex.quote(tenant)}" if tenant else ""
+    _say(console, f'\nAsk your own: reader-rag ask "..." --store {store_dir}{named}')
     exact = models.dtype == "float32" or models.exactness == "strict"
     return asked.comparison is None or asked.comparison.identical or not exact
 

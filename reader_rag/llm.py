@@ -28,7 +28,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.schema import BaseNode, NodeWithScore
 
-from reader_rag.config import BatchConfig, DraftConfig, Exactness, Forward, GenerationConfig
+from reader_rag.config import BatchConfig, DraftConfig, Exactness, Forward, GenerationConfig, checked_tenant
 from reader_rag.decode.types import Generation, Passage, Prompt, TokenLogprobs
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.grammar import Grammar
@@ -119,7 +119,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     """A local LLM whose drafts are copied from prompt and passages and verified by the model itself.
 
     One engine serves any number of calls from threads and event loops: calls that run at the same time are decoded
-    together. Copies (`with_sources`, `plain`, `model_copy`) share the engine.
+    together. Copies (`with_sources`, `for_tenant`, `plain`, `model_copy`) share the engine.
 
     Attributes:
         model: Alias ("smollm2-135m"), hub id or local folder.
@@ -185,6 +185,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     _draft: DraftConfig = PrivateAttr(default=DraftConfig())
     _sources: tuple[Passage, ...] = PrivateAttr(default=())
     _context: Passage | None = PrivateAttr(default=None)
+    _tenant: str = PrivateAttr(default="")  # no field: LlamaIndex writes fields into traces
 
     def __init__(self, model: str | None = None, *, engine: Engine | None = None, **settings: Any) -> None:
         if model is not None:
@@ -256,6 +257,27 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         """
         copy = self.model_copy()
         copy._sources = passages_from(nodes)
+        return copy
+
+    @property
+    def tenant(self) -> str:
+        """On whose behalf calls are made that name no tenant themselves."""
+        return self._tenant
+
+    def for_tenant(self, tenant: str) -> Self:
+        """A light copy whose calls are made on a tenant's behalf: nothing of its texts is used for another's answers.
+
+        Args:
+            tenant: Whose calls they are; a call's own argument `tenant` takes its place.
+
+        Returns:
+            A copy that shares the engine. This LLM and calls that are running keep what they have.
+
+        Raises:
+            ConfigError: No tenant can have that name.
+        """
+        copy = self.model_copy()
+        copy._tenant = checked_tenant(tenant)
         return copy
 
     def plain(self) -> Self:
@@ -403,7 +425,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             generation,
             draft,
             (*self._sources, *context),
-            own.get("tenant", ""),
+            own.get("tenant", self._tenant),
             arguments.logits_processor or (),
             arguments.stopping_criteria or (),
         )

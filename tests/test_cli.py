@@ -217,6 +217,64 @@ def test_a_full_disk_is_one_line_and_the_store_stays(docs: Path, store: Path, mo
     assert {Path(source["file"]).name for source in answer["sources"]} == {"heron.txt", "owl.txt"}
 
 
+def test_tenants_of_a_store_do_not_see_one_another(docs: Path, tmp_path: Path, tiny_models: None) -> None:
+    def ask(*options: str) -> set[str]:
+        arguments = ("--store", tmp_path / "store", "--json", "--top-k", "9", "--max-tokens", "2")
+        report = json.loads(_run("ask", "heron or owl?", *arguments, *options).stdout)
+        return {Path(source["file"]).name for source in report["sources"]}
+
+    def ingest(*options: str) -> str:
+        result = _run("ingest", docs, "--store", tmp_path / "store", *options)
+        assert result.exit_code == 0, result.output
+        return result.stdout.partition(" in ")[0]
+
+    assert ingest("--tenant", "ann") == "2 added; 2 passages embedded, 2"
+    (docs / "heron.txt").unlink()
+    assert ingest("--tenant", "bob") == "1 added; 1 passages embedded, 1"
+    assert ask() == set()
+    assert ingest() == "1 added; 1 passages embedded, 1"
+    assert ask("--tenant", "ann") == {"heron.txt", "owl.txt"}
+    assert ask("--tenant", "bob") == ask() == {"owl.txt"}
+    assert ask("--tenant", "Ann") == set()
+    (docs / "owl.txt").write_text(HERON)
+    assert ingest("--tenant", "ann") == "1 updated, 1 removed; 1 passages embedded, 1"
+    assert ingest("--tenant", "bob") == "1 updated; 1 passages embedded, 1"
+
+
+@pytest.mark.parametrize("command", [["ingest", "."], ["ask", "Why?"], ["chat"], ["demo"]])
+@pytest.mark.parametrize("name", ["two\nlines", f"{ESCAPE}[31m", "x" * 300])
+def test_a_name_that_no_tenant_can_have_is_one_line(command: list[str], name: str, tmp_path: Path) -> None:
+    result = _run(*command, "--store", tmp_path / "store", "--tenant", name)
+    _assert_one_line_error(result, "--tenant", "a tenant's name", status=2)
+    assert ESCAPE not in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--tenant", "ann"]])
+def test_answers_are_made_on_behalf_of_the_tenant(
+    docs: Path, tmp_path: Path, tiny_models: None, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, options: Any
+) -> None:
+    tenants: list[str] = []
+    submit, generate = tiny_engine.submit, tiny_engine.generate
+
+    def submitted(*args: Any, tenant: str = "", **kwargs: Any) -> Any:
+        tenants.append(tenant)
+        return submit(*args, tenant=tenant, **kwargs)
+
+    def generated(*args: Any, tenant: str = "", **kwargs: Any) -> Any:
+        tenants.append(tenant)
+        return generate(*args, tenant=tenant, **kwargs)
+
+    monkeypatch.setattr(tiny_engine, "submit", submitted)
+    monkeypatch.setattr(tiny_engine, "generate", generated)
+    store = ["--store", tmp_path / "store", *options]
+    assert _run("ingest", docs, *store).exit_code == 0
+    assert _run("ask", "heron?", *store, "--max-tokens", "2", "--compare").exit_code == 0
+    assert _run("chat", *store, "--max-tokens", "2", typed="heron?\nowl?\n").exit_code == 0
+    assert len(tenants) > 4
+    assert set(tenants) == {options[-1] if options else ""}
+
+
 # -- ask --
 
 
@@ -511,6 +569,9 @@ def test_the_demo_answers_about_pythons_documentation_and_compares(two_topics: N
     second = _run(*arguments)
     assert second.exit_code == 0
     assert "2 unchanged; 0 passages embedded" in second.stdout
+    of_a_tenant = _run(*arguments, "--tenant", "ann lee")
+    assert "2 added; 2 passages embedded" in of_a_tenant.stdout
+    assert of_a_tenant.stdout.endswith("--tenant 'ann lee'\n")
 
 
 def test_the_demo_fails_if_tokens_differ_in_float32(

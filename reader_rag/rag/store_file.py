@@ -1,7 +1,9 @@
 """The store's one file: SQLite, so that vectors and documents change together or not at all.
 
-A killed process or a full disk leaves the last commit: SQLite's rollback journal undoes what was half written when
-the file is opened next. Everything here raises `reader_rag.errors.StoreError`s, never `sqlite3.Error`.
+Every document and node is a tenant's, and every statement on them names the tenant: what is asked or changed on behalf
+of one never meets the rows of another. A killed process or a full disk leaves the last commit: SQLite's rollback
+journal undoes what was half written when the file is opened next. Everything here raises
+`reader_rag.errors.StoreError`s, never `sqlite3.Error`.
 """
 
 from __future__ import annotations
@@ -29,28 +31,55 @@ from reader_rag.errors import (
 
 FILE_NAME = "store.sqlite3"
 APPLICATION_ID = 0x52526167  # "RRag"; tells our file from any other SQLite database
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _BUSY_TIMEOUT_S = 5.0
 _NOT_A_DATABASE = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
-_SCHEMA = f"""
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE documents (path TEXT PRIMARY KEY, root TEXT NOT NULL, hash TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE nodes (
+_META = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
+_TABLES = (
+    # `version` is another one after each change of the tenant's rows, and never one that was there before.
+    "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, version TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE documents (
+    tenant TEXT NOT NULL,
+    path TEXT NOT NULL,
+    root TEXT NOT NULL,
+    hash TEXT NOT NULL,
+    PRIMARY KEY (tenant, path)
+) WITHOUT ROWID""",
+    """CREATE TABLE nodes (
     id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, also after a delete
-    node_id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    node_id TEXT NOT NULL,
     ref_doc_id TEXT,
     node_type TEXT NOT NULL,
     node TEXT NOT NULL,
     vector BLOB NOT NULL,                  -- float32, little endian, length 1
-    crc INTEGER NOT NULL                   -- of node and vector
-);
-CREATE INDEX nodes_by_document ON nodes (ref_doc_id);
-PRAGMA application_id = {APPLICATION_ID};
-PRAGMA user_version = {FORMAT_VERSION};
-"""
+    crc INTEGER NOT NULL,                  -- of node and vector
+    UNIQUE (tenant, node_id)
+)""",
+    "CREATE INDEX nodes_by_tenant ON nodes (tenant)",
+)
+_VERSION = f"PRAGMA user_version = {FORMAT_VERSION}"
+_SCHEMA = ";\n".join((_META, *_TABLES, f"PRAGMA application_id = {APPLICATION_ID}", _VERSION)) + ";"
+
+# Format 1 knew no tenants: all it holds becomes that of tenant "".
+_FROM_FORMAT_1 = (
+    "ALTER TABLE documents RENAME TO documents_1",
+    "ALTER TABLE nodes RENAME TO nodes_1",
+    *_TABLES,
+    "INSERT INTO tenants VALUES ('', lower(hex(randomblob(16))))",
+    "INSERT INTO documents SELECT '', path, root, hash FROM documents_1",
+    """INSERT INTO nodes
+    SELECT id, '', node_id, ref_doc_id, node_type, node, vector, crc FROM nodes_1 ORDER BY id""",
+    # Ids go on where they were, also where the last nodes were deleted.
+    "DELETE FROM sqlite_sequence WHERE name = 'nodes'",
+    "UPDATE sqlite_sequence SET name = 'nodes' WHERE name = 'nodes_1'",
+    "DROP TABLE documents_1",
+    "DROP TABLE nodes_1",
+    _VERSION,
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +95,21 @@ class DocumentRecord:
     path: str
     root: str
     hash: str
+
+
+@dataclass(frozen=True)
+class TenantSize:
+    """How much a store holds of one tenant.
+
+    Attributes:
+        tenant: Its name.
+        documents: Number of ingested files.
+        nodes: Number of nodes.
+    """
+
+    tenant: str
+    documents: int
+    nodes: int
 
 
 @dataclass(frozen=True)
@@ -109,13 +153,14 @@ class StoreFile:
 
     @classmethod
     def open(cls, folder: Path) -> StoreFile:
-        """Open the store in `folder` and check that its file is ours, whole and of this version.
+        """Open the store in `folder` and check that its file is ours and whole; one of format 1 is brought to this one.
 
         Raises:
             StoreNotFoundError: There is none.
             StoreCorruptError: The file is damaged, truncated, or not a store.
             StoreMismatchError: The file was made by another version of the format.
             StoreBusyError: Another process is writing and does not finish in time.
+            StoreWriteError: The file is of format 1 and cannot be written; it stays as it was.
         """
         path = folder / FILE_NAME
         try:
@@ -140,7 +185,8 @@ class StoreFile:
             raise StoreError(f"{path} cannot be opened ({error}); check its permissions") from error
         try:
             file = cls(database, path)
-            file._verify()
+            if file._verified_format() < FORMAT_VERSION:
+                file._migrate()
         except BaseException:
             database.close()
             raise
@@ -218,28 +264,60 @@ class StoreFile:
         self._database.execute("DELETE FROM meta")
         self._database.executemany("INSERT INTO meta VALUES (?, ?)", facts.items())
 
-    def documents(self) -> list[DocumentRecord]:
-        """Ingested files in path order."""
-        rows = self._database.execute("SELECT path, root, hash FROM documents ORDER BY path")
-        return [DocumentRecord(*row) for row in rows]
+    def is_empty(self) -> bool:
+        """Whether there is neither a document nor a node of any tenant."""
+        query = "SELECT EXISTS (SELECT 1 FROM documents) OR EXISTS (SELECT 1 FROM nodes)"
+        return not self._database.execute(query).fetchone()[0]
 
-    def put_documents(self, records: Iterable[DocumentRecord]) -> None:
-        """Add records, replacing those of the same path."""
-        rows = ((r.path, r.root, r.hash) for r in records)
-        self._database.executemany("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", rows)
+    def tenants(self) -> list[TenantSize]:
+        """The tenants that have documents or nodes, by name."""
+        rows = self._database.execute(
+            "SELECT tenant, (SELECT COUNT(*) FROM documents WHERE documents.tenant = tenants.tenant),"
+            " (SELECT COUNT(*) FROM nodes WHERE nodes.tenant = tenants.tenant) FROM"
+            " (SELECT tenant FROM documents UNION SELECT tenant FROM nodes) AS tenants ORDER BY tenant"
+        )
+        return [TenantSize(*row) for row in rows]
 
-    def drop_documents(self, paths: Iterable[str]) -> None:
-        """Remove records; unknown paths are ignored."""
-        self._database.executemany("DELETE FROM documents WHERE path = ?", ((p,) for p in paths))
+    def version(self, tenant: str) -> str | None:
+        """What is another one after each change of a tenant's rows; None if there never was any."""
+        row = self._database.execute("SELECT version FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+        return None if row is None else str(row[0])
 
-    def nodes(self) -> Iterator[NodeRow]:
-        """All nodes in id order, each checked against its checksum.
+    def changed(self, tenant: str) -> str:
+        """Note that a tenant's rows are others now, and return their version."""
+        version = uuid.uuid4().hex
+        self._database.execute("INSERT OR REPLACE INTO tenants VALUES (?, ?)", (tenant, version))
+        return version
+
+    def drop_tenant(self, tenant: str) -> None:
+        """Remove everything of a tenant, its name included."""
+        for table in ("nodes", "documents", "tenants"):
+            self._database.execute(f"DELETE FROM {table} WHERE tenant = ?", (tenant,))
+
+    def documents(self, tenant: str) -> list[DocumentRecord]:
+        """A tenant's ingested files in path order."""
+        query = "SELECT path, root, hash FROM documents WHERE tenant = ? ORDER BY path"
+        return [DocumentRecord(*row) for row in self._database.execute(query, (tenant,))]
+
+    def put_documents(self, tenant: str, records: Iterable[DocumentRecord]) -> None:
+        """Add a tenant's records, replacing its own of the same path."""
+        rows = ((tenant, r.path, r.root, r.hash) for r in records)
+        self._database.executemany("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?)", rows)
+
+    def drop_documents(self, tenant: str, paths: Iterable[str]) -> None:
+        """Remove a tenant's records; unknown paths are ignored."""
+        rows = ((tenant, path) for path in paths)
+        self._database.executemany("DELETE FROM documents WHERE tenant = ? AND path = ?", rows)
+
+    def nodes(self, tenant: str) -> Iterator[NodeRow]:
+        """A tenant's nodes in id order, each checked against its checksum.
 
         Raises:
             StoreCorruptError: A node or its vector was damaged.
         """
         rows = self._database.execute(
-            "SELECT id, node_id, ref_doc_id, node_type, node, vector, crc FROM nodes ORDER BY id"
+            "SELECT id, node_id, ref_doc_id, node_type, node, vector, crc FROM nodes WHERE tenant = ? ORDER BY id",
+            (tenant,),
         )
         for id_, node_id, ref_doc_id, node_type, node, blob, crc in rows:
             row = NodeRow(node_id, ref_doc_id, node_type, node, np.frombuffer(blob, dtype="<f4"), id_)
@@ -247,22 +325,24 @@ class StoreFile:
                 raise StoreCorruptError(f"{self.path}: node {node_id} is damaged; {_REMEDY}")
             yield row
 
-    def node_texts(self, ids: Sequence[int]) -> list[tuple[str, str]]:
-        """(node type, node JSON) of each id, in the order given."""
-        query = "SELECT node_type, node FROM nodes WHERE id = ?"
-        return [self._database.execute(query, (id_,)).fetchone() for id_ in ids]
+    def node_texts(self, tenant: str, ids: Sequence[int]) -> list[tuple[str, str]]:
+        """(node type, node JSON) of each of a tenant's ids, in the order given."""
+        query = "SELECT node_type, node FROM nodes WHERE id = ? AND tenant = ?"
+        return [self._database.execute(query, (id_, tenant)).fetchone() for id_ in ids]
 
-    def insert_node(self, row: NodeRow) -> int:
-        """Write a node and return its id, larger than any id before."""
+    def insert_node(self, tenant: str, row: NodeRow) -> int:
+        """Write a tenant's node and return its id, larger than any id before."""
         cursor = self._database.execute(
-            "INSERT INTO nodes (node_id, ref_doc_id, node_type, node, vector, crc) VALUES (?, ?, ?, ?, ?, ?)",
-            (row.node_id, row.ref_doc_id, row.node_type, row.node, row.blob, row.crc),
+            "INSERT INTO nodes (tenant, node_id, ref_doc_id, node_type, node, vector, crc)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (tenant, row.node_id, row.ref_doc_id, row.node_type, row.node, row.blob, row.crc),
         )
         return int(cursor.lastrowid or 0)
 
-    def delete_nodes(self, ids: Iterable[int]) -> None:
-        """Remove nodes; their ids are not given out again."""
-        self._database.executemany("DELETE FROM nodes WHERE id = ?", ((id_,) for id_ in ids))
+    def delete_nodes(self, tenant: str, ids: Iterable[int]) -> None:
+        """Remove nodes of a tenant; their ids are not given out again."""
+        rows = ((id_, tenant) for id_ in ids)
+        self._database.executemany("DELETE FROM nodes WHERE id = ? AND tenant = ?", rows)
 
     def copy_to(self, folder: Path) -> None:
         """Write a copy of the store as committed into another folder, replacing a store that is there.
@@ -283,21 +363,30 @@ class StoreFile:
         except (OSError, sqlite3.Error) as error:
             raise StoreWriteError(f"the store cannot be copied to {folder} ({error})") from error
 
-    def _verify(self) -> None:
+    def _verified_format(self) -> int:
+        """The file's format, 1 or this one, after checking that the file is ours and whole."""
         with self.reading():
             # The first read undoes a commit that was interrupted, so it comes before any judgement.
             application_id = self._pragma("application_id")
-            version = self._pragma("user_version")
+            version = int(self._pragma("user_version"))
             if application_id != APPLICATION_ID:
                 raise StoreCorruptError(f"{self.path} is an SQLite database of another program; {_REMEDY}")
-            if version != FORMAT_VERSION:
+            if not 1 <= version <= FORMAT_VERSION:
                 raise StoreMismatchError(
-                    f"{self.path} has format version {version}, this program reads {FORMAT_VERSION}: "
+                    f"{self.path} has format version {version}, this program reads 1 to {FORMAT_VERSION}: "
                     "use the version that made it, or ingest into a new folder"
                 )
             result = self._pragma("quick_check")
             if result != "ok":
                 raise StoreCorruptError(f"{self.path} is damaged ({str(result).splitlines()[-1]}); {_REMEDY}")
+            return version
+
+    def _migrate(self) -> None:
+        """Bring a file of format 1 to this one, all in one commit."""
+        with self.writing():
+            if int(self._pragma("user_version")) == 1:  # else another process was quicker
+                for statement in _FROM_FORMAT_1:
+                    self._database.execute(statement)
 
     def _pragma(self, name: str) -> int | str:
         value: int | str = self._database.execute(f"PRAGMA {name}").fetchone()[0]

@@ -147,6 +147,8 @@ class GroundedSynthesizer(CompactAndRefine):
         around = self._surroundings.of(nodes) if self._surroundings is not None else []
         one = copy.copy(self)
         one._llm = bind([*nodes, *around])
+        # Made in the base's constructor as a method of `self`, which would call the LLM that knows no passages.
+        one._program_factory = one._default_program_factory
         return one
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -25,18 +23,14 @@ from llama_index.core.vector_stores.types import (
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 from numpy.typing import NDArray
 
+from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError, StoreMismatchError
-from reader_rag.rag.flat_index import Entry, FlatIndex
-from reader_rag.rag.store_file import DocumentRecord, NodeRow, StoreFile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from reader_rag.rag.flat_index import FlatIndex
+from reader_rag.rag.store_file import DocumentRecord, NodeRow, StoreFile, TenantSize
+from reader_rag.rag.store_memory import Change, StoreMemory
 
 # Two models that place this sentence at the same spot are the same model, whatever name or folder it was loaded from.
 _PROBE = "The quick brown fox jumps over the lazy dog."
-_SAME_MODEL_COSINE = 0.995  # leaves room for 16-bit weights and other devices
-
-_Change = tuple[Sequence[int], Sequence[NodeRow]]
 
 
 class FaissStore(BasePydanticVectorStore):
@@ -46,12 +40,18 @@ class FaissStore(BasePydanticVectorStore):
     returns, so there is nothing to save at the end, and a killed process or full disk leaves the last commit. Several
     processes may have one store open; each sees the others' commits at its next call. All methods are thread safe.
 
+    What is asked of a store and done to it concerns the documents of one tenant and no others, also where node ids,
+    document ids or texts are the same. `for_tenant` gives the same store on another's behalf. Whoever has no tenants
+    leaves the name out, which makes it "".
+
     Args:
         path: Folder of the store, made if it does not exist; None keeps the store in memory.
         embed_model: The model whose vectors the store holds; it is compared with the one that made the store.
         similarity_cutoff: Leave out results whose cosine similarity is lower; a query may give its own.
+        tenant: On whose behalf the store is used.
 
     Raises:
+        ConfigError: No tenant can have that name.
         StoreError: The store cannot be opened: corrupt, foreign, of another version or embedding model, busy.
 
     Example:
@@ -63,12 +63,8 @@ class FaissStore(BasePydanticVectorStore):
     is_embedding_query: bool = True
     similarity_cutoff: float | None = None
 
-    _file: StoreFile = PrivateAttr()
-    _lock: threading.RLock = PrivateAttr(default_factory=threading.RLock)
-    _index: FlatIndex | None = PrivateAttr(default=None)
-    _meta: dict[str, str] = PrivateAttr(default_factory=dict)
-    _identity: dict[str, str] = PrivateAttr(default_factory=dict)
-    _seen: int | None = PrivateAttr(default=None)  # the commit that the memory shows; None: load again
+    _memory: StoreMemory = PrivateAttr()  # shared by the store on behalf of all tenants
+    _tenant: str = PrivateAttr()
 
     def __init__(
         self,
@@ -77,34 +73,57 @@ class FaissStore(BasePydanticVectorStore):
         embed_model: BaseEmbedding | None = None,
         similarity_cutoff: float | None = None,
         must_exist: bool = False,
+        tenant: str = "",
     ) -> None:
         super().__init__(stores_text=True)
         self.similarity_cutoff = similarity_cutoff
+        self._tenant = checked_tenant(tenant)
         if path is None:
-            self._file = StoreFile.in_memory()
+            file = StoreFile.in_memory()
         else:
-            self._file = StoreFile.open(Path(path)) if must_exist else StoreFile.create(Path(path))
+            file = StoreFile.open(Path(path)) if must_exist else StoreFile.create(Path(path))
+        self._memory = StoreMemory(file)
         try:
-            with self._reading():
+            with self._memory.reading(self._tenant):
                 pass
             if embed_model is not None:
-                self._identity = identity_of(embed_model)
-                self._require_same_model()
+                self._memory.require(identity_of(embed_model))
         except BaseException:
-            self._file.close()
+            self._memory.close()
             raise
 
     @classmethod
     def open(
-        cls, path: str | Path, *, embed_model: BaseEmbedding | None = None, similarity_cutoff: float | None = None
+        cls,
+        path: str | Path,
+        *,
+        embed_model: BaseEmbedding | None = None,
+        similarity_cutoff: float | None = None,
+        tenant: str = "",
     ) -> FaissStore:
         """Open a store that exists.
 
         Raises:
             StoreNotFoundError: There is none at `path`.
-            StoreError: As the constructor.
+            ConfigError, StoreError: As the constructor.
         """
-        return cls(path, embed_model=embed_model, similarity_cutoff=similarity_cutoff, must_exist=True)
+        return cls(path, embed_model=embed_model, similarity_cutoff=similarity_cutoff, must_exist=True, tenant=tenant)
+
+    def for_tenant(self, tenant: str) -> Self:
+        """A light copy that sees and changes the documents of a tenant, and no others.
+
+        Args:
+            tenant: Whose documents.
+
+        Returns:
+            A copy that shares file and memory: closing one closes all.
+
+        Raises:
+            ConfigError: No tenant can have that name.
+        """
+        copy = self.model_copy()
+        copy._tenant = checked_tenant(tenant)
+        return copy
 
     @classmethod
     def class_name(cls) -> str:
@@ -113,8 +132,14 @@ class FaissStore(BasePydanticVectorStore):
 
     @property
     def client(self) -> Any:
-        """The FAISS index, or None while the store is empty. For looking at; changes to it are lost."""
-        return self._index.faiss_index if self._index is not None else None
+        """The tenant's FAISS index, or None while there is none. For looking at; changes to it are lost."""
+        with self._memory.reading(self._tenant) as index:
+            return None if index is None else index.faiss_index
+
+    @property
+    def tenant(self) -> str:
+        """Whose documents are seen and changed."""
+        return self._tenant
 
     @property
     def path(self) -> Path | None:
@@ -123,24 +148,28 @@ class FaissStore(BasePydanticVectorStore):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes. (No `__len__`: LlamaIndex takes a falsy store for a missing one.)"""
-        with self._reading():
-            return len(self._index) if self._index is not None else 0
+        """Number of the tenant's nodes. (No `__len__`: LlamaIndex takes a falsy store for a missing one.)"""
+        with self._memory.reading(self._tenant) as index:
+            return 0 if index is None else len(index)
 
     @property
     def dimension(self) -> int | None:
         """Length of the vectors; None while none was ever stored."""
-        return self._index.dimension if self._index is not None else None
+        return self._memory.dimension()
 
     def documents(self) -> list[DocumentRecord]:
-        """Files that were ingested into the store, in path order."""
-        with self._reading():
-            return self._file.documents()
+        """Files that were ingested for the tenant, in path order."""
+        with self._memory.reading(self._tenant):
+            return self._file.documents(self._tenant)
+
+    def tenants(self) -> list[TenantSize]:
+        """All tenants that have documents or nodes in the store, by name, and how much. For whoever runs it."""
+        with self._memory.reading(self._tenant):
+            return self._file.tenants()
 
     def close(self) -> None:
-        """Release the file; the store cannot be used afterwards."""
-        with self._lock:
-            self._file.close()
+        """Release the file; neither the store nor its copies for tenants can be used afterwards."""
+        self._memory.close()
 
     def __enter__(self) -> FaissStore:
         return self
@@ -151,7 +180,7 @@ class FaissStore(BasePydanticVectorStore):
         self.close()
 
     def add(self, nodes: Sequence[BaseNode], **add_kwargs: Any) -> list[str]:
-        """Store nodes with their embeddings; a node whose id is there already is replaced.
+        """Store nodes with their embeddings; a node of the tenant whose id is there already is replaced.
 
         Args:
             nodes: Each with its `embedding`; vectors of any length are scaled to length 1.
@@ -198,26 +227,19 @@ class FaissStore(BasePydanticVectorStore):
         if node_ids is None and filters is None:
             raise ConfigError("delete_nodes needs node_ids or filters; use clear() to remove everything")
 
-        def change() -> _Change:
-            ids = self._index.select(node_ids=node_ids, filters=filters) if self._index is not None else []
-            self._file.delete_nodes(ids)
+        def change(index: FlatIndex | None, dimension: int | None) -> Change:
+            ids = index.select(node_ids=node_ids, filters=filters) if index is not None else []
+            self._file.delete_nodes(self._tenant, ids)
             return ids, ()
 
-        self._write(change)
+        self._memory.write(self._tenant, change)
 
     def clear(self) -> None:
-        """Remove everything, also what ties the store to an embedding model."""
+        """Remove all documents and nodes of the tenant.
 
-        def change() -> _Change:
-            ids = self._index.select() if self._index is not None else []
-            self._file.delete_nodes(ids)
-            self._file.drop_documents([record.path for record in self._file.documents()])
-            self._file.set_meta({})
-            return ids, ()
-
-        with self._lock:
-            self._write(change)
-            self._meta, self._index = {}, None
+        Where no other tenant has any, what ties the store to an embedding model goes as well.
+        """
+        self._memory.clear(self._tenant)
 
     def get_nodes(
         self,
@@ -226,13 +248,13 @@ class FaissStore(BasePydanticVectorStore):
         doc_ids: list[str] | None = None,
     ) -> list[BaseNode]:
         """The nodes that meet every given condition (all nodes without one), in the order they were stored."""
-        with self._reading():
-            if self._index is None:
+        with self._memory.reading(self._tenant) as index:
+            if index is None:
                 return []
-            return self._nodes(self._index.select(node_ids=node_ids, doc_ids=doc_ids, filters=filters))
+            return self._nodes(index.select(node_ids=node_ids, doc_ids=doc_ids, filters=filters))
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The nodes nearest to a vector.
+        """The tenant's nodes nearest to a vector.
 
         Filters, `node_ids` and `doc_ids` are applied before the search: `similarity_top_k` nodes come back as long as
         that many meet them. An empty list of ids restricts nothing.
@@ -250,11 +272,11 @@ class FaissStore(BasePydanticVectorStore):
         """
         _check(query)
         cutoff: float | None = kwargs.get("similarity_cutoff", self.similarity_cutoff)
-        with self._reading():
-            if self._index is None:
+        with self._memory.reading(self._tenant) as index:
+            if index is None:
                 return VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
-            vector = _unit_vectors([query.query_embedding or []], self._index.dimension)[0]
-            found = self._index.search(vector, query.similarity_top_k, self._allowed(query))
+            vector = _unit_vectors([query.query_embedding or []], index.dimension)[0]
+            found = index.search(vector, query.similarity_top_k, _allowed(index, query))
             if cutoff is not None:
                 found = [(id_, score) for id_, score in found if score >= cutoff]
             nodes = self._nodes([id_ for id_, _ in found])
@@ -263,6 +285,8 @@ class FaissStore(BasePydanticVectorStore):
 
     def persist(self, persist_path: str | None = None, fs: Any = None) -> None:
         """Write a copy of the store into another folder. A store on disk needs no saving: each change is on the disk.
+
+        The copy is of the whole file: it holds the documents of all tenants.
 
         Args:
             persist_path: Folder for the copy; None, or the store's own folder, does nothing for a store on disk.
@@ -279,7 +303,7 @@ class FaissStore(BasePydanticVectorStore):
         target = Path(persist_path) if persist_path is not None else self.path
         if target is None or (self.path is not None and target.resolve() == self.path.resolve()):
             return
-        with self._lock:
+        with self._memory.locked():
             self._file.copy_to(target)
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
@@ -317,93 +341,32 @@ class FaissStore(BasePydanticVectorStore):
         embeddings = [node.get_embedding() for node in latest]
         documents = [*(record.path for record in records), *gone]
 
-        def change() -> _Change:
-            vectors = _unit_vectors(embeddings, self._index.dimension if self._index is not None else None)
+        def change(index: FlatIndex | None, dimension: int | None) -> Change:
+            vectors = _unit_vectors(embeddings, dimension)
             rows = [_row(node, vector) for node, vector in zip(latest, vectors, strict=True)]
             old: set[int] = set()
-            if self._index is not None:
-                old.update(self._index.select(doc_ids=documents))
-                old.update(self._index.select(node_ids=[row.node_id for row in rows]))
-            self._file.delete_nodes(old)
-            self._file.drop_documents(gone)
-            self._file.put_documents(records)
-            if rows and "dimension" not in self._meta:
-                self._file.set_meta(self._identity | {"dimension": str(vectors.shape[1])})
-            added = [_with_id(row, self._file.insert_node(row)) for row in rows]
+            if index is not None:
+                old.update(index.select(doc_ids=documents))
+                old.update(index.select(node_ids=[row.node_id for row in rows]))
+            self._file.delete_nodes(self._tenant, old)
+            self._file.drop_documents(self._tenant, gone)
+            self._file.put_documents(self._tenant, records)
+            if rows:
+                self._memory.identify(vectors.shape[1])
+            added = [replace(row, id=self._file.insert_node(self._tenant, row)) for row in rows]
             return sorted(old), added
 
-        self._write(change)
-
-    def _write(self, change: Callable[[], _Change]) -> None:
-        """Run `change` in a transaction; memory follows only once the disk has it."""
-        with self._lock:
-            with self._file.writing():
-                self._refresh()
-                removed, added = change()
-                commit, self._seen = self._seen, None  # should anything fail from here on, load from the disk again
-            self._meta = self._meta or self._file_meta()
-            self._ensure_index()
-            if self._index is not None:
-                self._index.remove(removed)
-                self._index.add([r.id for r in added], [_entry(r) for r in added], _matrix(added))
-            self._seen = commit
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._lock, self._file.reading():
-            self._refresh()
-            yield
-
-    def _refresh(self) -> None:
-        """Load the store again if another process has committed since. Call it inside a transaction."""
-        commit = self._file.commits_by_others()
-        if commit == self._seen:
-            return
-        self._seen = None
-        self._meta = self._file.meta()
-        if self._identity:
-            self._require_same_model()
-        self._index = None
-        self._ensure_index()
-        rows = list(self._file.nodes())
-        if self._index is not None:
-            self._index.add([r.id for r in rows], [_entry(r) for r in rows], _matrix(rows))
-        self._seen = commit
-
-    def _file_meta(self) -> dict[str, str]:
-        with self._file.reading():
-            return self._file.meta()
-
-    def _ensure_index(self) -> None:
-        if self._index is None and "dimension" in self._meta:
-            self._index = FlatIndex(int(self._meta["dimension"]))
-
-    def _require_same_model(self) -> None:
-        if "dimension" not in self._meta:
-            return
-        ours, theirs = self._identity, self._meta
-        made_by = f"the store was made with the embedding model {theirs.get('embed_model', 'unknown')!r}"
-        remedy = "use that model (--embed-model) or ingest into a new folder"
-        if ours["dimension"] != theirs["dimension"]:
-            raise StoreMismatchError(
-                f"{made_by} ({theirs['dimension']} numbers per vector), not {ours['embed_model']!r} "
-                f"({ours['dimension']}): {remedy}"
-            )
-        if "probe" in theirs and _probe_cosine(ours, theirs) < _SAME_MODEL_COSINE:
-            raise StoreMismatchError(f"{made_by}, and {ours['embed_model']!r} gives other vectors: {remedy}")
-
-    def _allowed(self, query: VectorStoreQuery) -> list[int] | None:
-        # LlamaIndex's `index.as_retriever()` sends an empty list where it means "any node".
-        node_ids, doc_ids = query.node_ids or None, query.doc_ids or None
-        if self._index is None or (node_ids is None and doc_ids is None and query.filters is None):
-            return None
-        return self._index.select(node_ids=node_ids, doc_ids=doc_ids, filters=query.filters)
+        self._memory.write(self._tenant, change)
 
     def _nodes(self, ids: Sequence[int]) -> list[BaseNode]:
         return [
             metadata_dict_to_node({"_node_type": node_type, "_node_content": node})
-            for node_type, node in self._file.node_texts(ids)
+            for node_type, node in self._file.node_texts(self._tenant, ids)
         ]
+
+    @property
+    def _file(self) -> StoreFile:
+        return self._memory.file
 
 
 def identity_of(embed_model: BaseEmbedding) -> dict[str, str]:
@@ -416,11 +379,6 @@ def identity_of(embed_model: BaseEmbedding) -> dict[str, str]:
     }
 
 
-def _probe_cosine(ours: dict[str, str], theirs: dict[str, str]) -> float:
-    a, b = (np.frombuffer(bytes.fromhex(identity["probe"]), dtype="<f4") for identity in (ours, theirs))
-    return float(a @ b)
-
-
 def _check(query: VectorStoreQuery) -> None:
     if query.mode != VectorStoreQueryMode.DEFAULT:
         raise ConfigError(f"FaissStore answers queries of mode 'default' only, not {query.mode.value!r}")
@@ -428,6 +386,15 @@ def _check(query: VectorStoreQuery) -> None:
         raise ConfigError("the query has no query_embedding: give the retriever an embedding model")
     if query.similarity_top_k < 1:
         raise ConfigError(f"top_k must be at least 1, not {query.similarity_top_k}")
+
+
+def _allowed(index: FlatIndex, query: VectorStoreQuery) -> list[int] | None:
+    """The ids that a query may find; None: any."""
+    # LlamaIndex's `index.as_retriever()` sends an empty list where it means "any node".
+    node_ids, doc_ids = query.node_ids or None, query.doc_ids or None
+    if node_ids is None and doc_ids is None and query.filters is None:
+        return None
+    return index.select(node_ids=node_ids, doc_ids=doc_ids, filters=query.filters)
 
 
 def _unit_vectors(embeddings: Sequence[Sequence[float]], dimension: int | None) -> NDArray[np.float32]:
@@ -451,18 +418,3 @@ def _unit_vectors(embeddings: Sequence[Sequence[float]], dimension: int | None) 
 def _row(node: BaseNode, vector: NDArray[np.float32]) -> NodeRow:
     stored = node_to_metadata_dict(node, remove_text=False, flat_metadata=False)
     return NodeRow(node.node_id, node.ref_doc_id, stored["_node_type"], stored["_node_content"], vector)
-
-
-def _with_id(row: NodeRow, id_: int) -> NodeRow:
-    return NodeRow(row.node_id, row.ref_doc_id, row.node_type, row.node, row.vector, id_)
-
-
-def _entry(row: NodeRow) -> Entry:
-    metadata = dict(json.loads(row.node).get("metadata") or {})
-    # The names under which LlamaIndex's other stores let filters ask for the document.
-    metadata |= dict.fromkeys(("document_id", "doc_id", "ref_doc_id"), row.ref_doc_id or "None")
-    return Entry(row.node_id, row.ref_doc_id, metadata)
-
-
-def _matrix(rows: Sequence[NodeRow]) -> NDArray[np.float32]:
-    return np.stack([row.vector for row in rows]) if rows else np.zeros((0, 0), dtype=np.float32)

@@ -86,7 +86,7 @@ def answer(
     Args:
         question: The question.
         nodes: The passages, at least one.
-        store: Where they came from.
+        store: Where they came from; the answer is made on behalf of its tenant.
         llm: Who answers.
         embed_model: The store's embedding model.
         on_text: Given the answer's text piece by piece, as it is made.
@@ -112,9 +112,9 @@ def citations_of(call: LLMCall, nodes: Sequence[NodeWithScore]) -> tuple[Citatio
 
 
 def compare_answer(given: Answer, llm: ReaderLLM) -> Comparison:
-    """Decode an answer's prompt again, with and without drafts."""
+    """Decode an answer's prompt again, with and without drafts, on behalf of the LLM's tenant."""
     engine, call = llm.engine, given.call
     chat = [{"role": message.role.value, "content": message.content or ""} for message in call.messages]
     prompt = engine.encode_chat(chat) if chat else engine.encode(call.prompt)
     context = Passage(CONTEXT_ID, context_of(given.nodes))  # as the LLM's own hook had it
-    return compare(engine, prompt, GenerationConfig(max_tokens=llm.max_tokens), [context])
+    return compare(engine, prompt, GenerationConfig(max_tokens=llm.max_tokens), [context], llm.tenant)

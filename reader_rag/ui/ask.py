@@ -59,6 +59,7 @@ def ask(
     cutoff: float | None,
     max_tokens: int,
     compare: bool,
+    tenant: str = "",
     console: Console | None,
     embed_model: LocalEmbedding | None = None,
 ) -> Asked:
@@ -72,6 +73,7 @@ def ask(
         cutoff: Least similarity of a passage; None takes any.
         max_tokens: Most tokens of the answer.
         compare: Decode the same prompt with and without drafts afterwards.
+        tenant: Whose documents are searched.
         console: Where the answer is shown as it comes, and what belongs to it; None shows nothing.
         embed_model: The embedding model, if it is loaded already.
 
@@ -83,13 +85,13 @@ def ask(
     if compare and models.dtype == "auto":
         models = replace(models, dtype="float32")
     embed_model = embed_model or models.load_embedding()
-    with open_store(store_dir, embed_model) as store:
+    with open_store(store_dir, embed_model, tenant) as store:
         nodes = make_retriever(store, embed_model, top_k, cutoff).retrieve(question)
         if not nodes:
             if console is not None:
                 console.print(NOTHING_FOUND)
             return Asked(question, None, None, models)
-        llm = models.load_llm(max_tokens)
+        llm = models.load_llm(max_tokens).for_tenant(tenant)
         show_piece = (lambda piece: None) if console is None else streamed(console)
         given = answer(question, nodes, store=store, llm=llm, embed_model=embed_model, on_text=show_piece)
     if console is not None:

@@ -96,7 +96,11 @@ class Comparison:
 
 
 def compare(
-    engine: Engine, prompt: Prompt, generation: GenerationConfig, passages: Sequence[Passage] = ()
+    engine: Engine,
+    prompt: Prompt,
+    generation: GenerationConfig,
+    passages: Sequence[Passage] = (),
+    tenant: str = "",
 ) -> Comparison:
     """Decode a prompt with and without drafts, in turn, up to three times each while that is quick.
 
@@ -105,16 +109,17 @@ def compare(
         prompt: What to answer.
         generation: Length and sampling; both ways get the same.
         passages: Texts that the answer may repeat.
+        tenant: Whose earlier answers may serve the drafts.
     """
     ways = {name: replace(generation, speculate=name == "reader") for name in ("plain", "reader")}
-    _warm_up(engine, prompt, ways, passages)
+    _warm_up(engine, prompt, ways, passages, tenant)
     runs: dict[str, list[Generation]] = {name: [] for name in ways}
     started = time.perf_counter()
     for number in range(MOST_ROUNDS):
         # The order changes every round, so that a machine that slows down meanwhile is unfair to neither.
         for name in list(ways)[:: -1 if number % 2 else 1]:
-            engine.forget(learned=False)  # each reads the whole prompt
-            runs[name].append(engine.generate(prompt, ways[name], passages))
+            engine.forget(tenant, learned=False)  # each reads the whole prompt
+            runs[name].append(engine.generate(prompt, ways[name], passages, tenant=tenant))
         if time.perf_counter() - started > _ENOUGH_SECONDS:
             break
     return Comparison(
@@ -122,16 +127,18 @@ def compare(
         reader=_method(runs["reader"]),
         rounds=len(runs["plain"]),
         dtype=str(engine.model.dtype).removeprefix("torch."),
-        difference=_difference(engine, prompt, ways["plain"], passages, runs),
+        difference=_difference(engine, prompt, ways["plain"], passages, tenant, runs),
     )
 
 
-def _warm_up(engine: Engine, prompt: Prompt, ways: dict[str, GenerationConfig], passages: Sequence[Passage]) -> None:
+def _warm_up(
+    engine: Engine, prompt: Prompt, ways: dict[str, GenerationConfig], passages: Sequence[Passage], tenant: str
+) -> None:
     """Pay what only the first use costs (compiled kernels, memory) before anything is timed."""
     short = Prompt(prompt.token_ids[:_WARM_UP_PROMPT])
     for generation in ways.values():
         few = min(generation.max_tokens, _WARM_UP_TOKENS)
-        engine.generate(short, replace(generation, max_tokens=few, ignore_eos=True, stop=()), passages)
+        engine.generate(short, replace(generation, max_tokens=few, ignore_eos=True, stop=()), passages, tenant=tenant)
 
 
 def _method(runs: Sequence[Generation]) -> Method:
@@ -148,6 +155,7 @@ def _difference(
     prompt: Prompt,
     plain: GenerationConfig,
     passages: Sequence[Passage],
+    tenant: str,
     runs: dict[str, list[Generation]],
 ) -> Difference | None:
     reference = runs["plain"][0].token_ids
@@ -157,8 +165,9 @@ def _difference(
     position = first_difference(other, reference)
     assert position is not None
     # Up to there both answers are the same, so plain decoding's margin is the one that was decided by.
-    engine.forget(learned=False)
-    again = engine.generate(prompt, replace(plain, record_margins=True, max_tokens=position + 1), passages)
+    engine.forget(tenant, learned=False)
+    short = replace(plain, record_margins=True, max_tokens=position + 1)
+    again = engine.generate(prompt, short, passages, tenant=tenant)
     margin = again.margins[position] if position < len(again.margins) else 0.0
 
     def text(token_ids: Sequence[int]) -> str:

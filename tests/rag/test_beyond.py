@@ -10,7 +10,9 @@ import pytest
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.llms import MockLLM
 from llama_index.core.schema import BaseNode, NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+from scripted_engine import ScriptedEngine
 
+from reader_rag.llm import ReaderLLM
 from reader_rag.rag import FaissStore, SizedEmbedding, make_chat_engine, make_query_engine
 from reader_rag.rag.beyond import Surroundings
 
@@ -83,6 +85,19 @@ def test_engines_give_the_llm_the_passages_and_their_surroundings(
     asyncio.run(query.aquery("cat part 2"))
     "".join(chat.stream_chat("cat part 2").response_gen)
     assert llm.seen == [expected] * 3
+
+
+def test_the_calls_of_an_engine_search_the_passages_and_their_surroundings(
+    store: FaissStore, embedding: SizedEmbedding
+) -> None:
+    engine = ScriptedEngine(script=["well"])
+    llm = ReaderLLM.from_engine(engine)
+    query = make_query_engine(store, llm, embedding, top_k=1)
+    query.query("cat part 2")
+    asyncio.run(query.aquery("cat part 2"))
+    make_chat_engine(store, llm, embedding, top_k=1).chat("cat part 2")
+    searched = [[passage.id for passage in call.passages] for call in engine.calls]
+    assert searched == [["cat2", "cat1", "cat3", "cat0", "cat4", "context"]] * 3
 
 
 def test_an_llm_that_takes_no_sources_is_used_as_it_is(store: FaissStore, embedding: SizedEmbedding) -> None:

@@ -98,7 +98,7 @@ def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> 
 def test_another_format_version_is_refused(folder: Path) -> None:
     with sqlite3.connect(folder / FILE_NAME) as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreMismatchError, match="format version 99, this program reads 1"):
+    with pytest.raises(StoreMismatchError, match="format version 99, this program reads 1 to 2"):
         FaissStore.open(folder)
 
 
@@ -153,10 +153,10 @@ def test_a_file_size_limit_hit_by_the_commit_leaves_the_last_commit(folder: Path
         try:
             with file.writing():
                 for row in many:
-                    file.insert_node(row)
+                    file.insert_node("", row)
         except StoreError as error:
             with file.reading():
-                print(type(error).__name__, len(list(file.nodes())))
+                print(type(error).__name__, len(list(file.nodes(""))))
         """,
         folder,
     )
@@ -187,7 +187,7 @@ def test_a_process_killed_in_the_middle_of_a_commit_leaves_the_last_commit(folde
         file._commit = lambda: os.kill(os.getpid(), signal.SIGKILL)
         with file.writing():
             for row in many:
-                file.insert_node(row)
+                file.insert_node("", row)
         """,
         folder,
     )
@@ -204,8 +204,9 @@ def test_a_process_sees_what_another_has_committed(folder: Path) -> None:
             """
             file = StoreFile.open(folder)
             with file.writing():
-                file.delete_nodes([1])
-                file.insert_node(many[4])
+                file.delete_nodes("", [1])
+                file.insert_node("", many[4])
+                file.changed("")
             """,
             folder,
         )

@@ -183,7 +183,7 @@ def test_adding_a_node_again_replaces_it(store: FaissStore, make_node: MakeNode)
 
 def test_ids_only_grow_also_after_a_delete_and_a_reopening(tmp_path: Path, make_node: MakeNode) -> None:
     def numbers(store: FaissStore) -> list[int]:
-        return sorted(row.id for row in store._file.nodes())
+        return sorted(row.id for row in store._file.nodes(""))
 
     with FaissStore(tmp_path) as store:
         store.add([make_node("a", [1.0, 0.0]), make_node("b", [1.0, 0.0])])
@@ -330,7 +330,7 @@ class TwinMachine(RuleBasedStateMachine):
 
     @rule()
     def load_again(self) -> None:
-        self.store._seen = None
+        self.store._memory.forget("")
 
     @rule(vector=vectors, k=st.integers(1, 15), most=st.integers(0, 4), docs=st.none() | st.lists(documents))
     def query(self, vector: list[int], k: int, most: int, docs: list[str] | None) -> None:
