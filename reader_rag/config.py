@@ -82,7 +82,7 @@ class BatchConfig:
     Attributes:
         max_rows: Most answers in the making at once; None: 8 on the CPU, 32 elsewhere.
         max_cache_bytes: Most bytes of their keys and values, prompt and longest answer reserved for each; None: half of
-            what is free when the first request comes.
+            what is free when the first request comes, less what beginnings of texts may take.
         max_waiting: Most requests that wait for a place; a further one is refused with a `BusyError`.
         max_wait_s: Seconds after which a request that still waits ends with a `BusyError`; None: it waits.
     """

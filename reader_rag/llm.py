@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
@@ -182,6 +183,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     context_window: int | None = Field(default=None, frozen=True)
 
     _engine: Engine = PrivateAttr()
+    _openers: ThreadPoolExecutor = PrivateAttr()
     _draft: DraftConfig = PrivateAttr(default=DraftConfig())
     _sources: tuple[Passage, ...] = PrivateAttr(default=())
     _context: Passage | None = PrivateAttr(default=None)
@@ -204,6 +206,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         self._call({})  # refuses bad settings before a model is loaded
         self._engine = engine if engine is not None else self._load()
         self._check_window()
+        self._openers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reader-llm")
 
     @classmethod
     def from_engine(cls, engine: Engine, **settings: Any) -> Self:
@@ -324,14 +327,14 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat without blocking the event loop; see `chat`."""
-        stream = await asyncio.to_thread(self._open_chat, messages, self._call(kwargs))
+        stream = await self._on_thread(self._open_chat, messages, self._call(kwargs))
         generation = await self._afinish(stream)
         return self._chat_response(generation.text, None, generation.logprobs, generation)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer a chat step by step without blocking the event loop; see `chat`."""
-        stream = await asyncio.to_thread(self._open_chat, messages, self._call(kwargs))
+        stream = await self._on_thread(self._open_chat, messages, self._call(kwargs))
         return self._aresponses(stream, self._chat_response)
 
     @llm_completion_callback()
@@ -361,14 +364,14 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt without blocking the event loop; see `complete`."""
-        stream = await asyncio.to_thread(self._open_completion, prompt, formatted, self._call(kwargs))
+        stream = await self._on_thread(self._open_completion, prompt, formatted, self._call(kwargs))
         generation = await self._afinish(stream)
         return self._completion_response(generation.text, None, generation.logprobs, generation)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Answer a prompt step by step without blocking the event loop; see `complete`."""
-        stream = await asyncio.to_thread(self._open_completion, prompt, formatted, self._call(kwargs))
+        stream = await self._on_thread(self._open_completion, prompt, formatted, self._call(kwargs))
         return self._aresponses(stream, self._completion_response)
 
     # -- from a call to a stream --
@@ -543,6 +546,10 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
                 done = stream.result if chunk.finish_reason is not None else None
                 yield respond(text, chunk.text, chunk.logprobs, done)
 
+    async def _on_thread(self, open_call: Callable[..., _Stream], asked: Any, *more: Any) -> _Stream:
+        """Open a call without blocking the event loop; not on its own threads, which may all wait for answers."""
+        return await asyncio.get_running_loop().run_in_executor(self._openers, open_call, asked, *more)
+
     async def _afinish(self, stream: _Stream) -> Generation:
         with closing(stream):
             async for _ in stream:
@@ -577,6 +584,8 @@ def _settings_of(engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:
         "device": str(engine.model.device),
         "exactness": engine.exactness,
         "prefix_bytes": engine.prefix_bytes,
+        "forward": engine.forward,
+        "batch": engine.batch,
     }
     return {"max_nodes": engine.draft.max_nodes, **settings, **loaded}
 

@@ -116,9 +116,9 @@ class PrometheusMetrics(Observer):
         self._of(metrics.waiting).set(load.waiting)
         self._of(metrics.cache).set(load.cache_bytes)
 
-    def rearranged(self, moved_bytes: int) -> None:
+    def moved(self, rearrangements: int, moved_bytes: int) -> None:
         """See `Observer`."""
-        self._of(self._metrics.rearrangements).inc()
+        self._of(self._metrics.rearrangements).inc(rearrangements)
         self._of(self._metrics.moved).inc(moved_bytes)
 
 
@@ -159,7 +159,7 @@ class _Metrics:
         self.waiting = gauge("requests_waiting", "Requests that wait for a place.")
         self.cache = gauge("cache_reserved_bytes", "Reserved for keys and values of the running requests.")
         self.rearrangements = counter("rearrangements_total", "Times that keys and values of a batch were moved.")
-        self.moved = counter("rearranged_bytes_total", "Bytes of keys and values that were moved.")
+        self.moved = counter("moved_bytes_total", "Bytes of keys and values that were moved, for whatever reason.")
         histograms = (self.queue, self.first_token, self.decode, self.step, self.draft, self.positions, self.emitted)
         gauges = (self.running, self.waiting, self.cache)
         self.unlabelled = (*histograms, *gauges, self.rearrangements, self.moved)

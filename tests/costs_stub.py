@@ -10,10 +10,6 @@ class EverythingPays:
 
     max_nodes = 1024
 
-    def rests(self) -> bool:
-        """Never."""
-        return False
-
     def best_sizes(
         self, trees: Sequence[Sized], contexts: Sequence[int], lucks: Sequence[float], *, padded: bool
     ) -> list[int]:

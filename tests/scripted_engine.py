@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.config import BatchConfig, DraftConfig, GenerationConfig
 from reader_rag.decode.types import Chunk, CopiedSpan, Generation, Passage, Prompt, Stats
 from reader_rag.errors import PromptError
 
@@ -60,6 +60,8 @@ class ScriptedEngine:
     name: str = "scripted"
     context_window: int = 4096
     exactness: str = "fast"
+    forward: str = "auto"
+    batch: BatchConfig = field(default_factory=BatchConfig)
     prefix_bytes: int = 0
     model: Any = field(default_factory=lambda: SimpleNamespace(dtype="torch.float32", device="cpu"))
     draft: DraftConfig = field(default_factory=DraftConfig)

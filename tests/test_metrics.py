@@ -84,11 +84,11 @@ class TestWhatIsTold:
     def test_the_load_and_what_was_moved(self, metrics: PrometheusMetrics, registry: CollectorRegistry) -> None:
         metrics.loaded(Load(running=3, waiting=2, cache_bytes=1024))
         metrics.loaded(Load(running=4, waiting=1, cache_bytes=2048))
-        metrics.rearranged(512)
-        metrics.rearranged(256)
+        metrics.moved(1, 512)
+        metrics.moved(1, 256)
         assert (value(registry, "requests_running"), value(registry, "requests_waiting")) == (4, 1)
         assert value(registry, "cache_reserved_bytes") == 2048
-        assert (value(registry, "rearrangements_total"), value(registry, "rearranged_bytes_total")) == (2, 768)
+        assert (value(registry, "rearrangements_total"), value(registry, "moved_bytes_total")) == (2, 768)
 
     def test_every_sample_is_there_before_anything_happened(self, registry: CollectorRegistry) -> None:
         PrometheusMetrics(registry, labels={"model": "tiny"})
@@ -103,14 +103,14 @@ class TestWhatIsTold:
 class TestLabels:
     def test_engines_that_share_a_registry_are_told_apart(self, registry: CollectorRegistry) -> None:
         first, second = (PrometheusMetrics(registry, labels={"model": name}) for name in ("a", "b"))
-        first.rearranged(1)
-        second.rearranged(2)
-        assert [value(registry, "rearranged_bytes_total", model=name) for name in ("a", "b")] == [1, 2]
+        first.moved(1, 1)
+        second.moved(1, 2)
+        assert [value(registry, "moved_bytes_total", model=name) for name in ("a", "b")] == [1, 2]
 
     def test_an_engine_that_is_made_anew_counts_on(self, registry: CollectorRegistry) -> None:
-        PrometheusMetrics(registry).rearranged(1)
-        PrometheusMetrics(registry).rearranged(2)
-        assert value(registry, "rearranged_bytes_total") == 3
+        PrometheusMetrics(registry).moved(1, 1)
+        PrometheusMetrics(registry).moved(1, 2)
+        assert value(registry, "moved_bytes_total") == 3
 
     def test_labels_of_other_names_need_another_registry(
         self, registry: CollectorRegistry, metrics: PrometheusMetrics

@@ -176,9 +176,7 @@ def cache(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare where a batch's keys and values may lie: time, bytes moved and memory. No model is loaded."""
-    sizes = [int(size) for size in batch.split(",") if size.isdecimal() and int(size)]
-    if len(sizes) != len(batch.split(",")):
-        raise ConfigError(f"--batch {batch}: give whole numbers from 1 up, separated by commas")
+    sizes = _batches(batch)
     from reader_rag.bench.caching import CacheShape, measure_caching
 
     shape = CacheShape(context, tokens, layers, heads, width, device, dtype)

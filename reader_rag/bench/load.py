@@ -16,12 +16,14 @@ import torch
 
 from reader_rag.bench.generate import machine
 from reader_rag.config import GenerationConfig
+from reader_rag.decode.cache import TreeCache
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.types import Prompt
 from reader_rag.errors import PromptError
 
 Fate = Literal["answered", "cancelled", "bad"]
 
+_PATIENCE_S = 60.0
 _MOST_CHUNKS = 8
 """A request that is cancelled reads so many chunks at most before."""
 
@@ -124,12 +126,13 @@ def _round(
     with ThreadPoolExecutor(plan.at_once) as pool:
         outcomes = list(pool.map(ask, range(plan.requests)))
     seconds = time.perf_counter() - started
-    left = engine.busy
-    while left.running or left.waiting:  # those closed last are let go before the next step
-        time.sleep(0.001)
+    left, until = engine.busy, time.monotonic() + _PATIENCE_S
+    while (left.running or left.waiting) and time.monotonic() < until:
+        time.sleep(0.001)  # those closed last are let go before the next step
         left = engine.busy
     with engine.lock:
         gc.collect()
+        held = sum(cache.nbytes for cache in gc.get_objects() if isinstance(cache, TreeCache))
         prefixes = engine.prefixes.nbytes if engine.prefixes is not None else 0
     counts = Counter(outcome for outcome, _ in outcomes)
     return {
@@ -143,7 +146,7 @@ def _round(
         "resident_mb": round(psutil.Process().memory_info().rss / 1e6, 1),
         "running": left.running,
         "waiting": left.waiting,
-        "cache_bytes": left.cache_bytes,
+        "cache_bytes": held,
         "prefix_mb": round(prefixes / 1e6, 1),
     }
 
@@ -161,6 +164,6 @@ def _ask_badly(engine: Engine, prompt: Prompt, generation: GenerationConfig, how
             stream = engine.submit(prompt, generation, logits_processor=[_refuses])
         for _ in stream:
             pass
-    except (PromptError, IndexError, _Refused):
+    except (PromptError, _Refused):
         return "refused"
     return "not refused"

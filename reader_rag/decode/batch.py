@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from reader_rag.decode.memory import is_out_of_memory
 from reader_rag.decode.observer import StepReport
 from reader_rag.decode.request import Request
 from reader_rag.decode.step import Step
@@ -17,9 +18,12 @@ from reader_rag.draft.tree import DraftTree
 if TYPE_CHECKING:
     from reader_rag.decode.engine import Engine
 
+_NOT_OF_A_REQUEST = (KeyboardInterrupt, GeneratorExit)
+"""What is raised from without, whatever a request was just doing."""
+
 
 @torch.inference_mode()
-def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, Exception]:
+def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, BaseException]:
     """Draft, verify and accept once, all in one pass where the model can. Under the engine's lock.
 
     Args:
@@ -30,65 +34,86 @@ def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, Except
         Those that failed and why; the others have gone on.
     """
     started = time.perf_counter()
-    failed: dict[Request, Exception] = {}
-    costs = engine.costs
-    rests = costs is not None and any(request.drafts for request in requests) and costs.rests()
+    failed: dict[Request, BaseException] = {}
     trees: dict[Request, DraftTree] = {}
     drafting: dict[Request, float] = {}
     for request in requests:
         before = time.perf_counter()
         try:
-            trees[request] = request.draft(rests=rests)
-        except Exception as error:
-            failed[request] = error
+            trees[request] = request.draft(rests=engine.costs is not None and request.rest.due())
+        except BaseException as error:
+            _note(request, error, failed)
         drafting[request] = time.perf_counter() - before
-    if costs is not None and not rests:
-        contexts = [request.cache.length for request in trees]
-        sizes = costs.best_sizes(
-            list(trees.values()), contexts, [request.luck for request in trees], padded=engine.target.pads
-        )
-        trees = {request: tree.head(size) for (request, tree), size in zip(trees.items(), sizes, strict=True)}
+    trees = _within_budget(engine, trees)
     drafted = time.perf_counter()
-    rearrangements, moved = engine.target.moved
     lengths = [request.cache.length for request in trees]
     positions = sum(len(tree) + 1 for tree in trees.values())
     emitted: list[int] = []
     accepted: list[Counter[str]] = []
     for request, logits in _verified(engine, trees, failed).items():
         try:
-            # Where drafts rest because none has paid, what they would be made of is not worth much time either.
-            count, sources = request.accept(trees[request], logits, learns=not rests)
+            count, sources = request.accept(trees[request], logits)
             emitted.append(count)
             accepted.append(sources)
-        except Exception as error:
-            failed[request] = error
+        except BaseException as error:
+            _note(request, error, failed)
     ended = time.perf_counter()
-    if engine.target.moved[0] > rearrangements:
-        engine.observers.tell("rearranged", engine.target.moved[1] - moved)
-    if costs is not None and not failed:
+    shared = len(trees) == 1 or engine.target.shares
+    if engine.costs is not None and shared and not failed:
         widest = 1 + max(len(tree) for tree in trees.values())
         rows = len(trees) * widest if engine.target.pads else positions
-        costs.observe(rows, sum(lengths) // len(lengths), ended - drafted)
+        engine.costs.observe(rows, sum(lengths) // len(lengths), ended - drafted)
     for request in requests:
         request.spent(ended - started, drafting[request])
+    engine.tell_moves()
     engine.observers.tell("stepped", StepReport(positions, accepted, emitted, sum(drafting.values()), ended - started))
     return failed
 
 
+def _note(request: Request, error: BaseException, failed: dict[Request, BaseException]) -> None:
+    """An error in a request ends that request alone."""
+    if isinstance(error, _NOT_OF_A_REQUEST):
+        raise error
+    failed[request] = error
+
+
+def _within_budget(engine: Engine, trees: dict[Request, DraftTree]) -> dict[Request, DraftTree]:
+    """Of each tree the nodes that pay, of all in one pool where they share a pass."""
+    costs = engine.costs
+    if costs is None:
+        return trees
+    sizes: list[int] = []
+    groups = [list(trees)] if engine.target.shares else [[request] for request in trees]
+    for group in groups:
+        if group:
+            sizes += costs.best_sizes(
+                [trees[request] for request in group],
+                [request.cache.length for request in group],
+                [request.luck for request in group],
+                padded=engine.target.pads,
+            )
+    heads = {}
+    for (request, tree), size in zip(trees.items(), sizes, strict=True):
+        request.rest.drafted(size, len(tree))
+        heads[request] = tree.head(size)
+    return heads
+
+
 def _verified(
-    engine: Engine, trees: dict[Request, DraftTree], failed: dict[Request, Exception]
+    engine: Engine, trees: dict[Request, DraftTree], failed: dict[Request, BaseException]
 ) -> dict[Request, torch.Tensor]:
     """The logits of each request's tree. One that makes the pass fail is found by trying each alone."""
     steps = {request: Step(request.root, tree, request.cache) for request, tree in trees.items()}
     if len(steps) > 1:
         try:
             return dict(zip(steps, engine.target.verify_batch(list(steps.values())), strict=True))
-        except Exception:  # what it was, and whose, each one alone tells
-            pass
+        except Exception as error:  # whose it was, each one alone tells
+            if is_out_of_memory(error) and engine.prefixes is not None:
+                engine.prefixes.clear()  # what answers need goes before what might be needed
     verified = {}
     for request, step in steps.items():
         try:
             (verified[request],) = engine.target.verify_batch([step])
-        except Exception as error:
-            failed[request] = error
+        except BaseException as error:
+            _note(request, error, failed)
     return verified

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +31,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from reader_rag.decode.batch_layout import EMPTY, Layout, Moves, Text
 from reader_rag.decode.cache import States, TreeCache, TreeLayer
+from reader_rag.decode.memory import is_out_of_memory
 
 Policy = Literal["offset", "column"]
 
@@ -458,8 +459,12 @@ class BatchCache(Cache):
                 layer.is_initialized = False
                 layer.layout = self._layout
             return
-        with suppress(torch.OutOfMemoryError):  # all still lies somewhere; the next pass tries again
+        try:
             self._tighten(layout, int(layout.lengths.max()))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # All still lies somewhere; the next pass tries again.
 
     def _tighten(self, layout: Layout, longest: int) -> None:
         """Take a layout, and give back columns and rows where more is allocated than its longest text may have."""

@@ -36,7 +36,8 @@ _LOAD_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.02
 _WRONG_WEIGHT = 0.5
 """Weight in the cost of its own size of a step that took less than half the time: it was measured in a bad moment."""
 _EXPLORE_EVERY, _EXPLORE_NODES = 48, 3
-"""At so many plain steps in a row a small draft is tried all the same, so that a bad measurement is found out."""
+"""After so many drafts in a row that did not pay a small one is tried all the same, so that a bad measurement is found
+out."""
 _WIDEN_EVERY = 32
 """One draft in so many is verified to twice its size, for the same reason."""
 _REST_AFTER, _DRAFT_EVERY = 16, 4
@@ -164,13 +165,6 @@ class StepCosts:
                 self._base[at] *= factor
                 self._slope[at] *= factor
 
-    def rests(self) -> bool:
-        """Whether the next step goes without a draft: where none has paid for a while, most do."""
-        if self._plain_in_a_row < _REST_AFTER:
-            return False
-        self._plain_in_a_row += 1
-        return self._plain_in_a_row % _DRAFT_EVERY != 0
-
     def best_sizes(
         self,
         trees: Sequence[DraftTree],
@@ -186,7 +180,7 @@ class StepCosts:
         Nodes of a tree come in falling probability, so its part of the first n is the best tree of that size.
 
         Args:
-            trees: What was drafted, for each text one.
+            trees: What was drafted, for each text one; at least one.
             contexts: Committed positions of each.
             lucks: How much rarer than estimated drafts have lately been right (`TreeBuilder.luck`), for each token.
             padded: Whether every text takes as many positions as the largest tree.
@@ -208,8 +202,9 @@ class StepCosts:
         rows = texts + (texts * widths if padded else np.arange(1, len(order) + 1))
         most = int(np.searchsorted(rows, len(self._all_rows), side="right"))
         expected = np.concatenate([np.full(1, texts), texts + np.cumsum(np.concatenate(worth)[order][:most])])
-        times = self.seconds(sum(contexts) // texts)
-        size = int(np.argmax(expected / times[np.concatenate([np.full(1, texts), rows[:most]]) - 1]))
+        # More texts than costs are known for are verified plainly.
+        sizes = np.minimum(np.concatenate([np.full(1, texts), rows[:most]]), len(self._all_rows))
+        size = int(np.argmax(expected / self.seconds(sum(contexts) // texts)[sizes - 1]))
         size = self._tried(size, most)
         if padded and size:
             return [min(len(tree), int(widths[size - 1])) for tree in trees]
@@ -223,7 +218,7 @@ class StepCosts:
             return size if self._drafts % _WIDEN_EVERY else min(2 * size + 1, most)
         self._plain_in_a_row += bool(most)
         if self._plain_in_a_row > _EXPLORE_EVERY:
-            self._plain_in_a_row = _REST_AFTER
+            self._plain_in_a_row = 0
             return min(most, _EXPLORE_NODES)
         return size
 
@@ -249,6 +244,35 @@ class StepCosts:
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             return None
         return costs if sound and held["key"] == key and costs.max_nodes >= max_nodes else None
+
+
+class Rest:
+    """When a text goes without a draft: where none has paid for a while, most do.
+
+    Each text has its own: how fast its answer comes must not depend on what others' are like.
+    """
+
+    def __init__(self) -> None:
+        self._plain = 0
+
+    def due(self) -> bool:
+        """Whether the next step makes no draft."""
+        if self._plain < _REST_AFTER:
+            return False
+        self._plain += 1
+        return self._plain % _DRAFT_EVERY != 0
+
+    def drafted(self, verified: int, nodes: int) -> None:
+        """Note a step that made a draft.
+
+        Args:
+            verified: How many of its nodes paid.
+            nodes: How many there were.
+        """
+        if verified:
+            self._plain = 0
+        else:
+            self._plain += bool(nodes)
 
 
 def remembered(target: AnyTarget, max_nodes: int, folder: Path) -> StepCosts:

@@ -22,11 +22,12 @@ class Delivery:
     def __init__(self) -> None:
         self._chunks: deque[Chunk] = deque()
         self._changed = threading.Condition()
-        self._ended = False
         self._error: Exception | None = None
         self._waiting: list[Callable[[], None]] = []
         self.cancelled = False
         """Whether nobody wants the answer any more."""
+        self.ended = False
+        """Whether no more chunks come."""
 
     def put(self, chunk: Chunk) -> None:
         """Add a chunk, if anybody still wants it."""
@@ -36,20 +37,26 @@ class Delivery:
                 self._tell()
 
     def end(self, error: Exception | None = None) -> None:
-        """No more chunks come, for this reason if there is one."""
+        """No more chunks come, for this reason if there is one; unless it has ended already."""
         with self._changed:
-            self._ended, self._error = True, error
-            self._tell()
+            if not self.ended:
+                self.ended, self._error = True, error
+                self._tell()
 
-    def cancel(self) -> None:
-        """Have the answer ended. The garbage collector calls this too, at any time: it waits for nothing else."""
+    def cancel(self, error: Exception | None = None) -> None:
+        """Have the answer ended. The garbage collector calls this too, at any time: it waits for nothing else.
+
+        Args:
+            error: What to tell the reader; None: it is the reader who wants no more.
+        """
         with self._changed:
-            if self._ended:
-                self._chunks.clear()
-                return
-            self.cancelled = self._ended = True
             self._chunks.clear()
-            self._tell()
+            if self.ended:
+                self._error = None
+            else:
+                self.cancelled = self.ended = True
+                self._error = error
+                self._tell()
 
     def _tell(self) -> None:
         self._changed.notify_all()
@@ -72,20 +79,23 @@ class Delivery:
         """
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._chunks or self._ended)
+                self._changed.wait_for(lambda: self._chunks or self.ended)
             if self._chunks:
                 return self._chunks.popleft()
-            if not self._ended:
+            if not self.ended:
                 return None
             error, self._error = self._error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # which would hold this frame, which holds it
         raise StopIteration
 
     def call_when_ready(self, call: Callable[[], None]) -> None:
         """Call once, from any thread, when there is something to `get`; at once if there is."""
         with self._changed:
-            if not self._chunks and not self._ended:
+            if not self._chunks and not self.ended:
                 self._waiting.append(call)
                 return
         call()
@@ -142,7 +152,7 @@ class ScheduledStream(Iterator[Chunk], AsyncIterator[Chunk]):
     @property
     def result(self) -> Generation:
         """The answer once it is done; before, or if it was closed early, what was decoded of it."""
-        if self._request.finish is not None:
+        if self._delivery.ended:
             return self._request.result
         with self._engine.lock:  # no step changes it meanwhile
             return self._request.result

@@ -1,8 +1,7 @@
-"""The model, what is known of it, and the streams that decode with it.
+"""The model, what is known of it, and the ways to have something decoded with it.
 
-An `Engine` serves any number of streams at once. A stream does its work in the thread that asks for its next chunk,
-one forward pass at a time, under the engine's lock; nothing runs between calls. So streams may be read interleaved and
-from any threads without waiting for one another's end, and one that is dropped costs nothing more.
+`Engine.submit` has requests decoded together, on a thread of the engine's own. `Engine.stream` works in the thread that
+asks for its next chunk, a step at a time, between the others' steps.
 """
 
 from __future__ import annotations
@@ -127,6 +126,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.draft = draft or DraftConfig()
         self.exactness = exactness
+        self.forward = forward
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         # Loads the compiled loops here rather than in the first answer.
         TreeBuilder(max_nodes=1).build(ContextIndex([0, 1, 0]))
@@ -140,7 +140,9 @@ class Engine:
         self.lock = FairLock()
         self.observers = Observers()
         """Are told what the engine does."""
-        self.scheduler = Scheduler(self, batch or BatchConfig())
+        self.batch = batch or BatchConfig()
+        self.scheduler = Scheduler(self, self.batch)
+        self._told_moves = (0, 0)
         self.costs: StepCosts | None = None
         """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""
         self.learned = LearnedByTenant(_profile(model, tokenizer))
@@ -151,6 +153,8 @@ class Engine:
         self.prefixes = PrefixStore(prefix_bytes, self.reuse.block) if self.reuse is not None else None
         self._tokenizer_lock = threading.Lock()
         self._grammars = GrammarCompiler(tokenizer, _width_of_logits(model), self.eos_ids)
+        # A token that there is not ends the whole process on some devices, and all its answers.
+        self._vocabulary = int(getattr(model.get_input_embeddings(), "num_embeddings", 0)) or _width_of_logits(model)
 
     @classmethod
     def load(
@@ -287,10 +291,10 @@ class Engine:
         """
         return self.open(self.asked(prompt, generation, passages, **wishes))
 
-    def open(self, asked: Asked) -> ScheduledStream | GenerationStream:
-        """`submit` what `asked` has settled."""
+    def open(self, asked: Asked, *, patient: bool = False) -> ScheduledStream | GenerationStream:
+        """`submit` what `asked` has settled; `patient`: see `Scheduler.submit`."""
         inside = self.scheduler.is_here or self.lock.is_mine  # it cannot wait for a step that waits for it
-        return GenerationStream(self, asked) if inside else self.scheduler.submit(asked)
+        return GenerationStream(self, asked) if inside else self.scheduler.submit(asked, patient=patient)
 
     @property
     def busy(self) -> Load:
@@ -298,7 +302,7 @@ class Engine:
         return self.scheduler.load
 
     def close(self) -> None:
-        """End all requests of `submit`; a later one is decoded again."""
+        """End all requests of `submit` with a `BusyError`; a later one is decoded again."""
         self.scheduler.close()
 
     def asked(
@@ -312,6 +316,9 @@ class Engine:
         length = len(prompt.token_ids)
         if not length:
             raise PromptError("the prompt is empty; ask something")
+        if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self._vocabulary:
+            wrong = next(token for token in prompt.token_ids if not 0 <= token < self._vocabulary)
+            raise PromptError(f"the prompt has a token {wrong}, and {self.name} knows 0..{self._vocabulary - 1}")
         if length >= self.context_window:
             raise PromptError(
                 f"the prompt has {length} tokens, and {self.name} reads at most {self.context_window - 1}; "
@@ -340,6 +347,13 @@ class Engine:
                 self.learned.forget(tenant)
             if self.prefixes is not None:
                 self.prefixes.forget(tenant)
+
+    def tell_moves(self) -> None:
+        """Tell what was moved of keys and values since this was told last."""
+        (rearrangements, moved), (before, moved_before) = self.target.moved, self._told_moves
+        if moved > moved_before:
+            self._told_moves = rearrangements, moved
+            self.observers.tell("moved", rearrangements - before, moved - moved_before)
 
     def know_costs(self, max_nodes: int) -> None:
         """Measure what steps cost, or remember it from an earlier process, unless it is known.

@@ -49,7 +49,11 @@ class Load:
 
 
 class Observer:
-    """Override what is of interest. Called by the thread that decodes, between steps; be quick."""
+    """Override what is of interest.
+
+    Called by the thread that decodes, between steps, `loaded` by those that submit and `answered` by those that read
+    or close too. Be quick, and ask the engine nothing: others may wait for its lock meanwhile.
+    """
 
     def stepped(self, report: StepReport) -> None:
         """A verify step is done."""
@@ -60,8 +64,8 @@ class Observer:
     def loaded(self, load: Load) -> None:
         """A request came, was given a place or has ended."""
 
-    def rearranged(self, moved_bytes: int) -> None:
-        """Keys and values of a batch were moved together."""
+    def moved(self, rearrangements: int, moved_bytes: int) -> None:
+        """Keys and values of texts decoded together were moved, so many times all of them."""
 
 
 class Observers(list[Observer]):
@@ -74,7 +78,7 @@ class Observers(list[Observer]):
             what: Its name.
             about: Its arguments.
         """
-        for observer in self:
+        for observer in list(self):
             try:
                 getattr(observer, what)(*about)
             except Exception:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Unpack
 
 from tqdm.auto import tqdm
@@ -36,6 +35,8 @@ def generate_all(
 ) -> list[Generation]:
     """See `Engine.generate`."""
     count = len(prompts)
+    if wishes.get("selector") is not None:
+        raise ConfigError("a selector chooses the tokens of one answer; decode these prompts one by one")
     each = [generation] * count if generation is None or isinstance(generation, GenerationConfig) else list(generation)
     given = list(passages) or [()] * count
     for name, values in (("settings", each), ("passages", given)):
@@ -47,25 +48,28 @@ def generate_all(
     ]
     results: list[Generation | Exception] = []
     going: deque[ScheduledStream | GenerationStream] = deque()
-    with tqdm(total=count, unit="answer", disable=not progress) as bar, ExitStack() as opened:
+    with tqdm(total=count, unit="answer", disable=not progress) as bar:
 
         def finish_first() -> None:
             results.append(_result(going.popleft()))
             bar.update()
 
-        for one in asked:
-            # Enough of them wait that no place stays empty while the first is still decoded.
-            while len(going) >= _AHEAD * engine.scheduler.max_rows:
-                finish_first()
-            while (stream := _submitted(engine, one)) is None:
-                if going:
+        try:
+            for one in asked:
+                # Enough of them wait that no place stays empty while the first is still decoded.
+                while len(going) >= _AHEAD * engine.scheduler.max_rows:
                     finish_first()
-                else:
-                    time.sleep(_PATIENCE_S)  # all places are others'
-            opened.callback(stream.close)
-            going.append(stream)
-        while going:
-            finish_first()
+                while (stream := _submitted(engine, one)) is None:
+                    if going:
+                        finish_first()
+                    else:
+                        time.sleep(_PATIENCE_S)  # all places are others'
+                going.append(stream)
+            while going:
+                finish_first()
+        finally:
+            for stream in going:
+                stream.close()
     failed = [result for result in results if isinstance(result, Exception)]
     if failed:
         message = f"{len(failed)} of {count} answers failed, the first with: {failed[0]}"
@@ -76,7 +80,7 @@ def generate_all(
 def _submitted(engine: Engine, asked: Asked) -> ScheduledStream | GenerationStream | None:
     """The answer in the making, or None while too many others wait."""
     try:
-        return engine.open(asked)
+        return engine.open(asked, patient=True)
     except BusyError:
         return None
 

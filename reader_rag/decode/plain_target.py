@@ -78,7 +78,7 @@ class PlainTarget:
         self.config: Any = model.config.get_text_config(decoder=True)
         self.cpu: CpuForward | None = None
         self.fixed: FixedShape | None = None
-        self.pads = False
+        self.pads = self.shares = False
         self._parameters = frozenset(inspect.signature(model.forward).parameters)
 
     @property

@@ -13,13 +13,10 @@ from itertools import islice
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from reader_rag.decode.cache import States
-
-_NO_MEMORY_ON_CPU = "can't allocate memory"
-"""What PyTorch's allocator for the CPU says, in an error of no kind of its own."""
+from reader_rag.decode.memory import is_out_of_memory
 
 
 class Restorable(Protocol):
@@ -131,16 +128,17 @@ class PrefixStore:
                 block = _Block(tenant, keys[len(path)], siblings, cache.states(at, at + self.block))
                 if not self._make_room(block.nbytes, len(path)):
                     break
-                path.append(block)
                 self._add(block)
+                path.append(block)
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             # The answer itself has all the memory that it needs; only the next one would have begun sooner.
             for block in reversed(path[held:]):
                 self._drop(block)
             del path[held:]
-        self._use(path)
+        finally:
+            self._use(path)  # whatever happened: no block may stand before one that follows it
 
     def forget(self, tenant: str) -> None:
         """Drop all that is held of a tenant's texts."""
@@ -197,7 +195,3 @@ class PrefixStore:
         self.nbytes -= block.nbytes
         if not self._first[block.tenant]:
             del self._first[block.tenant]
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _NO_MEMORY_ON_CPU in str(error)

@@ -6,6 +6,7 @@ A `Request` does nothing by itself; a driver asks it for its next draft, runs th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ import torch
 from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode.best import best_tokens
 from reader_rag.decode.cache import TreeCache
+from reader_rag.decode.costs import Rest
 from reader_rag.decode.grammar import Constraint
 from reader_rag.decode.learned import Learned
 from reader_rag.decode.logprobs import token_logprobs
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 StoppingCriterion = Callable[[torch.Tensor, None], Any]
 """A `StoppingCriteria` of `transformers`, or a function like it: token ids [1, length] and None to whether to stop."""
+
+_log = logging.getLogger(__name__)
 
 _TOKENS_BEFORE = 4
 """Prompt tokens that the first token of an answer is decoded behind."""
@@ -85,11 +89,13 @@ class Request:
 
     Attributes:
         asked: As given.
+        rest: When it goes without drafts.
         finish: Why the answer ended; None while it has not.
     """
 
     def __init__(self, engine: Engine, asked: Asked) -> None:
         self.asked = asked
+        self.rest = Rest()
         self.finish: FinishReason | None = None
         self._engine = engine
         length = len(asked.prompt.token_ids)
@@ -100,11 +106,12 @@ class Request:
         self._logprobs: list[TokenLogprobs] = []
         self._margins: list[float] = []
         self._taken = 0
-        self._ended = False
+        self._ended = self._rests = False
         self._counts: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._seconds = {"queue": 0.0, "ttft": 0.0, "decode": 0.0, "draft": 0.0}
         self._began = 0.0
+        self._texts: _Texts | None = None
         self._state: _State | None = None
         self._copied: tuple[CopiedSpan, ...] = ()
         generation = asked.generation
@@ -144,6 +151,11 @@ class Request:
         asked = self.asked
         return asked.generation.speculate and asked.draft.max_nodes > 0 and self._engine.drafting != "none"
 
+    def prepare(self) -> None:
+        """Index the texts, which takes time where passages are long, and needs no engine's lock."""
+        if self._texts is None:
+            self._texts = _Texts.of(self._engine, self.asked, self._max_tokens)
+
     @torch.inference_mode()
     def read(self) -> None:
         """Read a chunk of the prompt; the last one emits the first token."""
@@ -165,9 +177,12 @@ class Request:
         if self.drafts:
             self._engine.know_costs(asked.draft.max_nodes)
         self._began = time.perf_counter()
+        self.prepare()
+        assert self._texts is not None
+        texts, self._texts = self._texts, None
         draft = asked.draft if self.drafts else replace(asked.draft, max_successors=0, calibrates=False)
         learned = self._engine.learned.of(asked.tenant, draft)
-        state = _State(self._engine, asked, draft, self._max_tokens, learned)
+        state = _State(self._engine, asked, texts, draft, self._max_tokens, learned)
         self._counts["reused_tokens"] = state.reused
         return state
 
@@ -179,6 +194,8 @@ class Request:
         """
         state = self._state
         assert state is not None
+        # Where drafts rest because none has paid, what they are made of is not worth much time either.
+        self._rests = rests
         if not self.drafts:
             return DraftTree.empty()
         # A step emits one token more than it accepts; a draft longer than that would be thrown away.
@@ -195,20 +212,19 @@ class Request:
             tree = tree.chain()
         return tree
 
-    def accept(self, tree: DraftTree, logits: torch.Tensor, *, learns: bool = True) -> tuple[int, Counter[str]]:
+    def accept(self, tree: DraftTree, logits: torch.Tensor) -> tuple[int, Counter[str]]:
         """Emit what the target says of a draft, and keep what agrees with it.
 
         Args:
             tree: What was verified: a head of the last draft.
             logits: [1 + nodes, vocabulary].
-            learns: Whether to learn from the logits what may be drafted later.
 
         Returns:
             How many tokens were emitted, and the accepted nodes by source.
         """
         state = self._state
         assert state is not None
-        if learns:
+        if not self._rests:
             state.learn(self.root, tree, logits)
         target = self.asked.selector(Verified(logits, tree, state.index.sequence))
         accepted, emitted = walk(tree, lambda node: target(node + 1), self._take)
@@ -274,7 +290,8 @@ class Request:
             cache_bytes=self._counts["cache_bytes"],
             reused_tokens=self._counts["reused_tokens"],
         )
-        copied = self._state.provenance.spans(self._text.text, self._text.ends) if self._state else self._copied
+        state = self._state
+        copied = state.provenance.spans(self._text.text, self._text.ends) if state is not None else self._copied
         return Generation(
             text=self._text.text,
             token_ids=tuple(self._tokens),
@@ -329,12 +346,37 @@ class Request:
             self._margins.extend((best[:, 0] - best[:, 1]).tolist())
 
 
+@dataclass(frozen=True)
+class _Texts:
+    """What a request may copy from: its prompt, its passages, and what it emits."""
+
+    index: ContextIndex
+    provenance: Provenance
+
+    @classmethod
+    def of(cls, engine: Engine, asked: Asked, max_tokens: int) -> _Texts:
+        """Of a request that has not begun."""
+        index = ContextIndex(
+            asked.prompt.token_ids,
+            max_occurrences=asked.draft.max_occurrences,
+            max_passage_tokens=asked.draft.max_passage_tokens,
+            reserve=max_tokens,
+        )
+        provenance = Provenance(index, asked.prompt)
+        for passage in asked.passages:
+            if passage.text.strip() and not provenance.mark(passage):
+                text = engine.tokenize(passage.text, special=False)
+                provenance.add(passage, text.token_ids, text.offsets)
+        return cls(index, provenance)
+
+
 class _State:
     """What a request holds while it is decoded: cache, draft index, provenance.
 
     Args:
         engine: What decodes it.
         asked: What it is asked for.
+        texts: What it may copy from.
         draft: How its drafts are made.
         max_tokens: Most tokens of its answer.
         learned: What its tenant's texts taught.
@@ -343,15 +385,12 @@ class _State:
         reused: Leading tokens of the prompt that the cache holds before anything is read.
     """
 
-    def __init__(self, engine: Engine, asked: Asked, draft: DraftConfig, max_tokens: int, learned: Learned) -> None:
+    def __init__(
+        self, engine: Engine, asked: Asked, texts: _Texts, draft: DraftConfig, max_tokens: int, learned: Learned
+    ) -> None:
         prompt = asked.prompt
         self.cache: AnyCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
-        self.index = ContextIndex(
-            prompt.token_ids,
-            max_occurrences=draft.max_occurrences,
-            max_passage_tokens=draft.max_passage_tokens,
-            reserve=max_tokens,
-        )
+        self.index, self.provenance = texts.index, texts.provenance
         self.builder = TreeBuilder(
             max_nodes=draft.max_nodes,
             max_depth=draft.max_depth,
@@ -361,11 +400,6 @@ class _State:
             calibration=learned.calibration,
         )
         self._successors = learned.successors if draft.max_successors else None
-        self.provenance = Provenance(self.index, prompt)
-        for passage in asked.passages:
-            if passage.text.strip() and not self.provenance.mark(passage):
-                text = engine.tokenize(passage.text, special=False)
-                self.provenance.add(passage, text.token_ids, text.offsets)
         self._engine = engine
         self._tenant = asked.tenant
         self._prompt_tokens = len(prompt.token_ids)
@@ -386,9 +420,15 @@ class _State:
     def keep(self) -> None:
         """Keep the committed keys and values for texts of the tenant that begin the same. Under the engine's lock."""
         reuse, prefixes = self._engine.reuse, self._engine.prefixes
-        if reuse is not None and prefixes is not None:
-            count = reuse.positions(self._prompt_tokens, self.cache.length)
+        if reuse is None or prefixes is None:
+            return
+        count = reuse.positions(self._prompt_tokens, self.cache.length)
+        try:
             prefixes.keep(self._tenant, self.index.sequence[:count], cast(TreeCache, self.cache))
+        except Exception:
+            # The answer is right without; but nothing that is half kept may be found.
+            prefixes.clear()
+            _log.exception("the beginning of a text could not be kept")
 
     def learn_prompt(self, before: int, start: int, logits: torch.Tensor) -> None:
         """Learn from a chunk of the prompt behind the first `before` tokens; see `SeenLogits`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+import traceback
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -54,8 +55,8 @@ class _Row:
 
     request: Request
     delivery: Delivery
-    cache_bytes: int
     submitted: float
+    patient: bool
 
 
 class _Queue:
@@ -78,13 +79,15 @@ class _Queue:
         """Whose turn it is."""
         return next(iter(self), None)
 
-    def remove(self, row: _Row) -> None:
-        """Take a request out; its tenant's next one waits until all others had their turn."""
+    def remove(self, row: _Row, *, had_its_turn: bool = False) -> None:
+        """Take a request out; where it had its tenant's turn, the next one waits until all others had theirs."""
         tenant = row.request.asked.tenant
-        rows = self._by_tenant.pop(tenant)
+        rows = self._by_tenant[tenant]
         rows.remove(row)
-        if rows:
-            self._by_tenant[tenant] = rows
+        if had_its_turn:
+            self._by_tenant.move_to_end(tenant)
+        if not rows:
+            del self._by_tenant[tenant]
 
 
 class Scheduler:
@@ -96,11 +99,14 @@ class Scheduler:
     Args:
         engine: What decodes; others may use it too, between the steps.
         limits: How many requests are decoded at once, and how long others wait.
+
+    Attributes:
+        limits: As given.
     """
 
     def __init__(self, engine: Engine, limits: BatchConfig) -> None:
         self._engine = engine
-        self._limits = limits
+        self.limits = limits
         self._changed = threading.Condition()
         self._telling = threading.RLock()
         self._waiting = _Queue()
@@ -112,15 +118,16 @@ class Scheduler:
     @property
     def max_rows(self) -> int:
         """Most answers in the making at once."""
-        if self._limits.max_rows is not None:
-            return self._limits.max_rows
+        if self.limits.max_rows is not None:
+            return self.limits.max_rows
         return _ROWS_ON_CPU if self._engine.target.device.type == "cpu" else _ROWS_ELSEWHERE
 
     @property
     def max_cache_bytes(self) -> int:
         """Most bytes of keys and values at once."""
         if self._most_bytes is None:
-            self._most_bytes = int(_SHARE_OF_FREE_MEMORY * _free_bytes(self._engine.target.device))
+            free = _free_bytes(self._engine.target.device) - self._engine.prefix_bytes
+            self._most_bytes = max(int(_SHARE_OF_FREE_MEMORY * free), 1)
         return self._most_bytes
 
     @property
@@ -134,94 +141,111 @@ class Scheduler:
         """Whether this is its own thread, which cannot wait for itself."""
         return threading.current_thread() is self._worker
 
-    def submit(self, asked: Asked) -> ScheduledStream:
+    def submit(self, asked: Asked, *, patient: bool = False) -> ScheduledStream:
         """Have a request decoded; never waits.
 
         Args:
             asked: What it is asked for.
+            patient: Whether it waits for its place as long as it takes, whatever the limit.
 
         Returns:
             Its answer in the making.
 
         Raises:
-            BusyError: As many requests wait already as may.
+            BusyError: As many requests wait already as may, or the engine is being closed.
             ConfigError: It needs more memory than all requests together may take.
         """
         request = Request(self._engine, asked)
-        needed = self._engine.target.cache_bytes(request.positions, asked.draft.max_nodes)
+        row = _Row(request, Delivery(), time.monotonic(), patient)
+        needed = self._bytes_of([row])
         if needed > self.max_cache_bytes:
             raise ConfigError(
                 f"prompt and answer need {_mebibytes(needed)} of keys and values, and max_cache_bytes is "
                 f"{_mebibytes(self.max_cache_bytes)}; lower max_tokens, shorten the prompt or raise the limit"
             )
-        row = _Row(request, Delivery(), needed, time.monotonic())
+        request.prepare()
         with self._changed:
-            if len(self._waiting) >= self._limits.max_waiting:
+            if self._closing:
+                raise BusyError("the engine is being closed; ask again later")
+            if len(self._waiting) >= self.limits.max_waiting:
                 raise BusyError(f"{len(self._waiting)} requests are waiting already (max_waiting); ask again later")
-            self._waiting.append(row)
-            if self._worker is None:
+            if self._worker is None or not self._worker.is_alive():
                 self._worker = self._start()
+            self._waiting.append(row)
             self._changed.notify()
         self._tell_load()
         return ScheduledStream(self._engine, request, row.delivery)
 
     def close(self) -> None:
-        """End all requests, and wait for the step that is running."""
+        """End all requests with a `BusyError`, and wait for the step that is running."""
         with self._changed:
             for row in [*self._rows, *self._waiting]:
-                row.delivery.cancel()
+                row.delivery.cancel(BusyError("the engine was closed before the answer was done"))
             worker = self._worker
-            self._closing = worker is not None
+            self._closing = worker is not None and worker.is_alive()
             self._changed.notify()
-        if worker is not None and not self.is_here:
+        # Whoever holds the engine's lock keeps the step from ending.
+        if self._closing and worker is not None and not self.is_here and not self._engine.lock.is_mine:
             worker.join()
 
     def _load(self) -> Load:
-        return Load(len(self._rows), len(self._waiting), self._reserved(self._rows))
+        return Load(len(self._rows), len(self._waiting), self._bytes_of(self._rows))
 
-    def _reserved(self, rows: Sequence[_Row]) -> int:
+    def _bytes_of(self, rows: Sequence[_Row]) -> int:
         """Most bytes of keys and values that requests may come to hold together."""
-        sizes = [row.cache_bytes for row in rows]
-        if self._engine.target.pads and len(rows) > 1:
-            return int(ROOM * len(sizes) * max(sizes))
-        return sum(sizes)
+        target = self._engine.target
+        sizes = [(row.request.positions, row.request.asked.draft.max_nodes) for row in rows]
+        if target.pads and len(rows) > 1:
+            positions, nodes = (max(column) for column in zip(*sizes, strict=True))
+            return len(rows) * target.cache_bytes(int(ROOM * positions) + 1, nodes)
+        return sum(target.cache_bytes(positions, nodes) for positions, nodes in sizes)
 
     # -- the worker thread --
 
     def _start(self) -> threading.Thread:
-        worker = threading.Thread(target=self._run, name="reader-rag-scheduler", daemon=True)
+        arguments = (weakref.ref(self), self._changed)
+        worker = threading.Thread(target=_work, args=arguments, name="reader-rag-scheduler", daemon=True)
         worker.start()
         return worker
 
-    def _run(self) -> None:
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+        return bool(self._rows or self._waiting)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its thread has something to do, be it to end."""
+        return self.has_work or self._closing
+
+    def ends(self) -> bool:
+        """Whether its thread may end, which it then does; under `_changed`."""
+        if self.has_work:
+            return False
+        self._worker, self._closing = None, False
+        return True
+
+    def work(self) -> None:
+        """Decode until there is nothing left to do; on its own thread."""
         with _closed_at_exit:
             _running.add(self)
-        while self._has_work():
+        while self.has_work:
             try:
                 self._turn()
             except BaseException as cause:  # not of one request: all readers must learn of it
-                error = cause if isinstance(cause, Exception) else RuntimeError(f"decoding was ended by {cause!r}")
                 for row in list(self._rows):
-                    self._end(row, "failed", error)
-
-    def _has_work(self) -> bool:
-        """Wait for a request if there is none; False: none came for long, or this is the end, and the thread ends."""
-        with self._changed:
-            if not self._rows:
-                self._changed.wait_for(lambda: self._waiting or self._closing, _IDLE_S)
-            if self._rows or self._waiting:
-                return True
-            self._worker, self._closing = None, False
-            return False
+                    self._end(row, "failed", cause)
 
     def _turn(self) -> None:
         """Let requests join and leave, then make a step."""
-        longest = self._limits.max_wait_s
+        longest = self.limits.max_wait_s
         with self._changed:
             cancelled = self._take_out(lambda row: row.delivery.cancelled)
             begun = self._admit()
             now = time.monotonic()
-            late = [] if longest is None else self._take_out(lambda row: now - row.submitted > longest)
+            late = []
+            if longest is not None:
+                late = self._take_out(lambda row: not row.patient and now - row.submitted > longest)
         for row in cancelled:
             self._tell_end(row, "cancelled")
         for row in late:
@@ -244,9 +268,9 @@ class Scheduler:
         """Give waiting requests a place; whether any was given one."""
         begun = False
         while len(self._rows) < self.max_rows and (row := self._waiting.first()) is not None:
-            if self._reserved([*self._rows, row]) > self.max_cache_bytes:
+            if self._bytes_of([*self._rows, row]) > self.max_cache_bytes:
                 break
-            self._waiting.remove(row)
+            self._waiting.remove(row, had_its_turn=True)
             self._rows.append(row)
             row.request.queued(time.monotonic() - row.submitted)
             begun = True
@@ -261,7 +285,7 @@ class Scheduler:
         if reading is not None:
             try:
                 reading.request.read()
-            except Exception as error:
+            except BaseException as error:
                 self._end(reading, "failed", error)
             else:
                 self._deliver(reading)
@@ -283,7 +307,9 @@ class Scheduler:
         else:
             self._end(row, request.finish, last=chunk)
 
-    def _end(self, row: _Row, outcome: Outcome, error: Exception | None = None, *, last: Chunk | None = None) -> None:
+    def _end(
+        self, row: _Row, outcome: Outcome, error: BaseException | None = None, *, last: Chunk | None = None
+    ) -> None:
         """Free what a request holds, then hand its last chunk, or its error, to whoever waits for its answer."""
         try:
             row.request.release()
@@ -293,7 +319,7 @@ class Scheduler:
             self._rows.remove(row)
         if last is not None:
             row.delivery.put(last)
-        row.delivery.end(error)
+        row.delivery.end(_told(error))
         self._tell_end(row, outcome)
         self._tell_load()
 
@@ -303,6 +329,42 @@ class Scheduler:
     def _tell_load(self) -> None:
         with self._telling:  # so that what is told last is what was read last, whichever threads tell
             self._engine.observers.tell("loaded", self.load)
+
+
+def _work(scheduler: weakref.ref[Scheduler], changed: threading.Condition) -> None:
+    """A scheduler's thread. While it waits it holds nothing, so that an engine that nobody needs is freed."""
+
+    def awaited() -> bool:
+        there = scheduler()
+        return there is None or there.is_awaited
+
+    while True:
+        with changed:
+            changed.wait_for(awaited, _IDLE_S)
+            there = scheduler()
+            if there is None or there.ends():
+                return
+        there.work()
+        del there
+
+
+def _told(error: BaseException | None) -> Exception | None:
+    """An error as a reader is told it: one that means neither the end of an iteration nor of a program.
+
+    Where it was raised is said by a note. Its traceback would hold the frames of the step, and with them what was
+    decoded together with it, of other tenants too, for as long as somebody keeps the error.
+    """
+    if error is None:
+        return None
+    where = "".join(traceback.format_exception(error))
+    held: BaseException | None = error
+    while held is not None:
+        held.__traceback__ = None
+        held = held.__cause__ or held.__context__
+    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+        error = RuntimeError(f"the answer was ended by {error!r}")
+    error.add_note(f"in the thread that decodes:\n{where}")
+    return error
 
 
 def _free_bytes(device: torch.device) -> int:

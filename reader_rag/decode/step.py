@@ -47,6 +47,8 @@ class AnyTarget(Protocol):
     fixed: FixedShape | None
     pads: bool
     """Whether a pass over several texts costs as many positions for each as its largest tree."""
+    shares: bool
+    """Whether several texts share a pass at all."""
 
     @property
     def device(self) -> torch.device:
@@ -221,6 +223,7 @@ class Target:
             raise UnsupportedModelError(f"{kind} models keep a state that cannot be rewound")
         self._branches = branches
         self.pads = self.cpu is None and branches and self.fixed is None
+        self.shares = self.pads or self.cpu is not None
         if branches:
             if not takes_masks(model):
                 raise UnsupportedModelError(f"the attention backend {attention_of(model)!r} takes no tree mask")
@@ -286,17 +289,17 @@ class Target:
 
     def new_cache(self, positions: int, max_nodes: int) -> TreeCache:
         """A cache for `positions` committed positions and a tree of `max_nodes` behind them."""
-        capacity = positions + max_nodes + 1
-        if self.fixed is not None:
-            capacity = self.fixed.shown(positions)
+        capacity = self._capacity(positions, max_nodes)
         if self.cpu is not None:
             return TreeCache.in_one_piece(self.cpu.layers, capacity, self.cpu.heads, self.cpu.width, self.cpu.dtype)
         return TreeCache(self.config.num_hidden_layers, capacity)
 
     def cache_bytes(self, positions: int, max_nodes: int) -> int:
         """Bytes that a cache of `new_cache` takes; as the configuration says until a first text was read."""
-        capacity = positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
-        return capacity * self._position_bytes
+        return self._capacity(positions, max_nodes) * self._position_bytes
+
+    def _capacity(self, positions: int, max_nodes: int) -> int:
+        return positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
 
     def prefill(self, token_ids: Sequence[int], cache: TreeCache, seen: SeenLogits | None = None) -> torch.Tensor:
         """Commit a prompt; all chunks of `read`, whose arguments these are.

@@ -22,7 +22,6 @@ class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
     """
 
     def __init__(self, engine: Engine, asked: Asked) -> None:
-        self.tenant = asked.tenant
         self._engine = engine
         self._request = Request(engine, asked)
         self._closed = False
@@ -41,8 +40,7 @@ class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
                 self._end(request.finish or "cancelled")
                 raise StopIteration
             try:
-                with self._engine.lock:
-                    self._step()
+                self._step()
             except BaseException as error:
                 self._closed = True
                 self._end("failed" if isinstance(error, Exception) else "cancelled")
@@ -62,12 +60,19 @@ class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
             raise StopAsyncIteration from None
 
     def _step(self) -> None:
+        """Read the prompt, chunk by chunk, or verify one draft; others may step between two chunks."""
         request = self._request
-        if not request.reading:
-            for error in advance(self._engine, [request]).values():
-                raise error
-        while request.reading:
-            request.read()
+        if request.reading:
+            request.prepare()
+        else:
+            with self._engine.lock:
+                _raise(advance(self._engine, [request]).get(request))
+        while request.reading and not self._closed:
+            with self._engine.lock:
+                try:
+                    request.read()
+                except (StopIteration, StopAsyncIteration) as error:
+                    _raise(error)
 
     def _end(self, outcome: Outcome) -> None:
         """Free what the request holds, and tell once how it ended; for whoever holds `_busy`."""
@@ -95,3 +100,14 @@ class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
     def result(self) -> Generation:
         """The answer; what there is of it if the stream was closed early or is not done."""
         return self._request.result
+
+
+def _raise(error: BaseException | None) -> None:
+    """Raise an error of a request, if there is one; as what does not mean the end of an iteration (PEP 479)."""
+    try:
+        if isinstance(error, (StopIteration, StopAsyncIteration)):
+            raise RuntimeError(f"a processor or criterion raised {error!r}") from error
+        if error is not None:
+            raise error
+    finally:
+        del error  # which would hold this frame, which holds it

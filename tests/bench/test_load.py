@@ -15,6 +15,7 @@ from reader_rag.bench.commands import app
 from reader_rag.bench.load import LoadPlan, run_load
 from reader_rag.config import GenerationConfig
 from reader_rag.decode.engine import Engine
+from reader_rag.decode.request import Request
 
 TEXTS = ("the cat and the hat and the cat and the hat and", "on the other side", "a")
 PLAN = LoadPlan(requests=40, at_once=8, rounds=2)
@@ -47,6 +48,21 @@ def test_a_wrong_answer_is_seen(engine: Engine) -> None:
     prompts = [engine.encode(text) for text in TEXTS]
     report = run_load(engine, prompts, GenerationConfig(max_tokens=24, ignore_eos=True), PLAN)
     assert report["rounds"][0]["wrong"] > 10
+
+
+def test_what_is_not_freed_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaked: list[Any] = []
+    release = Request.release
+
+    def forgets(self: Request) -> None:
+        if self._state is not None and not leaked:
+            leaked.append(self._state)
+            self._state = None
+        release(self)
+
+    monkeypatch.setattr(Request, "release", forgets)
+    report = run_load(engine, [engine.encode("a")], GenerationConfig(max_tokens=4), PLAN)
+    assert report["rounds"][0]["cache_bytes"] > 0
 
 
 def test_fates_are_the_same_every_time() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from reader_rag.decode.costs import StepCosts, remembered
+from reader_rag.decode.costs import Rest, StepCosts, remembered
 from reader_rag.decode.step import Target
 from reader_rag.draft.tree import DraftTree
 
@@ -124,24 +126,70 @@ def test_a_bad_measurement_is_found_out() -> None:
 
 
 def test_where_no_draft_pays_most_steps_go_without_one() -> None:
-    costs = StepCosts([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])
+    costs, rest = StepCosts([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]), Rest()
     drafted = verified = 0
-    for _ in range(200):
-        if not costs.rests():
+    for _ in range(400):
+        if not rest.due():
+            size = _best_size(costs, _chain(0.1, 0.05, 0.01))
+            rest.drafted(size, 3)
             drafted += 1
-            verified += bool(_best_size(costs, _chain(0.1, 0.05, 0.01)))
-    assert 40 < drafted < 80
-    assert 1 < verified < 10  # a few are tried all the same
+            verified += bool(size)
+    assert 80 < drafted < 200
+    assert 1 <= verified < 10  # a few are tried all the same
 
 
-def test_a_draft_that_pays_ends_the_rest() -> None:
-    costs = StepCosts([1, 2], [1.0, 1.5])
-    for _ in range(50):
-        costs.rests()
-        _best_size(costs, _chain(0.1))
-    assert any(costs.rests() for _ in range(4))
-    assert _best_size(costs, _chain(0.9)) == 1
-    assert not any(costs.rests() for _ in range(8))
+def test_a_draft_that_pays_ends_the_rest_and_one_of_nothing_says_nothing() -> None:
+    rest = Rest()
+    for _ in range(100):
+        rest.drafted(0, 0)
+    assert not rest.due()
+    for _ in range(16):
+        rest.drafted(0, 5)
+    assert [rest.due() for _ in range(8)].count(True) == 6
+    rest.drafted(2, 5)
+    assert not any(rest.due() for _ in range(8))
+
+
+def test_the_nodes_of_several_texts_are_one_pool() -> None:
+    # Three texts; a position more costs a third of the plain step.
+    costs = StepCosts([1, 3, 12], [1.0, 1.0, 4.0])
+    sure, likely, wild = _chain(0.99, 0.99, 0.99), _chain(0.7, 0.7), _chain(0.1, 0.1)
+    assert costs.best_sizes([wild, sure, wild], [0, 0, 0]) == [0, 0, 0]
+    cheap = StepCosts([1, 3, 12], [1.0, 1.0, 1.5])
+    assert cheap.best_sizes([wild, sure, likely], [0, 0, 0]) == [0, 3, 2]
+    assert cheap.best_sizes([wild, sure, DraftTree.empty()], [0, 0, 0]) == [0, 3, 0]
+    # Bad luck tells against deep nodes; what lies behind them in their tree waits too.
+    assert cheap.best_sizes([wild, sure, likely], [0, 0, 0], [1.0, 1.0, 0.2]) == [0, 3, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_pool_is_spent_as_by_trying_all_ways(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chains = [np.cumprod(rng.uniform(0.2, 0.99, rng.integers(0, 5))) for _ in range(3)]
+    trees = [_chain(*chain) for chain in chains]
+    seconds = np.cumsum(rng.uniform(0.02, 0.5, 16)) + 1.0
+    costs = StepCosts(list(range(1, 17)), seconds)
+
+    def speed(sizes: Sequence[int]) -> float:
+        gain = sum(float(chain[:size].sum()) for chain, size in zip(chains, sizes, strict=True))
+        return (3 + gain) / float(seconds[3 + sum(sizes) - 1])
+
+    best = max(itertools.product(*(range(len(chain) + 1) for chain in chains)), key=speed)
+    assert speed(costs.best_sizes(trees, [0, 0, 0])) == pytest.approx(speed(best))
+
+
+def test_texts_that_are_padded_take_as_many_positions_as_the_largest_tree() -> None:
+    # Nine positions cost no more than three, a tenth is dear.
+    costs = StepCosts([1, 9, 10, 12], [1.0, 1.0, 9.0, 9.0])
+    deep, flat = _chain(0.9, 0.9, 0.9, 0.9), _chain(0.3, 0.3, 0.3)
+    assert costs.best_sizes([deep, flat, flat], [0, 0, 0]) == [4, 2, 0]
+    # Padded, the width of one is that of all, and what fits into it costs nothing.
+    assert costs.best_sizes([deep, flat, flat], [0, 0, 0], padded=True) == [2, 2, 2]
+
+
+def test_more_texts_than_costs_are_known_for_are_decoded_plainly() -> None:
+    costs = StepCosts([1, 2], [1.0, 1.0])
+    assert costs.best_sizes([_chain(0.9)] * 600, [0] * 600) == [0] * 600
 
 
 def test_a_stall_of_the_machine_is_not_learned() -> None:
