@@ -313,6 +313,11 @@ class Engine:
         **wishes: Unpack[Wishes],
     ) -> Asked:
         """Check and settle what `stream` is asked; arguments and errors are its."""
+        unknown = wishes.keys() - Wishes.__annotations__.keys()
+        if unknown:
+            raise TypeError(
+                f"unexpected argument {', '.join(sorted(unknown))}; there are {', '.join(Wishes.__annotations__)}"
+            )
         length = len(prompt.token_ids)
         if not length:
             raise PromptError("the prompt is empty; ask something")

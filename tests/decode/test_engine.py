@@ -505,6 +505,12 @@ def test_an_error_in_a_step_reaches_the_caller_frees_the_cache_and_leaves_the_en
     assert generate(engine, "abc", max_tokens=10, ignore_eos=True).token_ids == expected
 
 
+@pytest.mark.parametrize("how", ["stream", "submit", "generate"])
+def test_an_argument_that_there_is_not_is_refused(engine: Engine, how: str) -> None:
+    with pytest.raises(TypeError, match="unexpected argument tennant; there are tenant, draft, "):
+        getattr(engine, how)(engine.encode("abc"), tennant="x")
+
+
 def test_an_unknown_exactness_is_refused(letters: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ConfigError, match="exactness must be 'fast' or 'strict', not 'exact'"):
         Engine(make_model(), letters, exactness="exact")  # type: ignore[arg-type]
