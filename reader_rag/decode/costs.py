@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from reader_rag.decode import cost_kernels as kernels
 from reader_rag.decode.step import AnyTarget
 from reader_rag.draft.tree import DraftTree
 
@@ -43,6 +44,8 @@ _WIDEN_EVERY = 32
 _REST_AFTER, _DRAFT_EVERY = 16, 4
 """After so many plain steps in a row, one step in so many makes a draft at all."""
 
+_RANKED_BY = ("probabilities", "depths")
+
 Float64 = NDArray[np.float64]
 
 
@@ -65,7 +68,7 @@ class StepCosts:
         self._rows = np.array(rows, dtype=np.float64)
         self._base = np.array(base, dtype=np.float64)
         self._slope = np.zeros(len(rows)) if slope is None else np.array(slope, dtype=np.float64)
-        self._all_rows = np.arange(1, max(int(self._rows[-1]), _MOST_ROWS) + 1, dtype=np.float64)
+        self._most_rows = max(int(self._rows[-1]), _MOST_ROWS)
         self._load = 0.0
         self._plain_in_a_row = self._drafts = 0
 
@@ -128,10 +131,8 @@ class StepCosts:
 
     def seconds(self, context: int = 0) -> Float64:
         """float64 [max rows], the time of steps of 1, 2, ... rows behind that many positions."""
-        times = (self._base + self._slope * context) * math.exp(self._load)
-        # Where a small step was measured in a bad moment, the larger one is the better witness.
-        known: Float64 = np.interp(self._all_rows, self._rows, np.minimum.accumulate(times[::-1])[::-1])
-        known *= np.maximum(self._all_rows / self._rows[-1], 1.0)  # beyond what was measured in proportion
+        known = np.empty(self._most_rows)
+        kernels.seconds(self._rows, self._base, self._slope, float(context), math.exp(self._load), known)
         return known
 
     @property
@@ -147,7 +148,7 @@ class StepCosts:
             context: Committed positions before it.
             seconds: Its time. Ten times what was expected is the machine's doing, not the step's, and not learned.
         """
-        if not 1 <= rows <= len(self._all_rows) or seconds <= 0.0:
+        if not 1 <= rows <= self._most_rows or seconds <= 0.0:
             return
         expected = float(self.seconds(context)[rows - 1])
         error = math.log(seconds / expected)
@@ -189,26 +190,16 @@ class StepCosts:
             For each 0..len(tree); 0: a plain step is faster.
         """
         texts = len(trees)
-        lucks = [1.0] * texts if lucks is None else lucks
-        worth = [
-            tree.probabilities if luck >= 1.0 else tree.probabilities * luck**tree.depths
-            for tree, luck in zip(trees, lucks, strict=True)
-        ]
-        owners = np.repeat(np.arange(texts), [len(tree) for tree in trees])
-        ranks = np.concatenate([np.arange(1, len(tree) + 1) for tree in trees])
-        # By what is below all nodes before it in its own tree: bad luck tells against the deep ones among these.
-        order = np.argsort(-np.concatenate([np.minimum.accumulate(w) for w in worth]), kind="stable")
-        widths = np.maximum.accumulate(ranks[order])
-        rows = texts + (texts * widths if padded else np.arange(1, len(order) + 1))
-        most = int(np.searchsorted(rows, len(self._all_rows), side="right"))
-        expected = np.concatenate([np.full(1, texts), texts + np.cumsum(np.concatenate(worth)[order][:most])])
-        # More texts than costs are known for are verified plainly.
-        sizes = np.minimum(np.concatenate([np.full(1, texts), rows[:most]]), len(self._all_rows))
-        size = int(np.argmax(expected / self.seconds(sum(contexts) // texts)[sizes - 1]))
-        size = self._tried(size, most)
-        if padded and size:
-            return [min(len(tree), int(widths[size - 1])) for tree in trees]
-        return [int(nodes) for nodes in np.bincount(owners[order[:size]], minlength=texts)]
+        probabilities, depths = (np.concatenate([getattr(tree, name) for tree in trees]) for name in _RANKED_BY)
+        stops = np.cumsum([len(tree) for tree in trees])
+        owners = np.empty(len(depths), np.int32)
+        fortunes = np.ones(texts) if lucks is None else np.array(lucks)
+        times = self.seconds(sum(contexts) // texts)
+        size, most = kernels.rank(probabilities, depths, stops, fortunes, padded, times, owners)
+        nodes = np.bincount(owners[: self._tried(size, most)], minlength=texts)
+        if padded:
+            return [min(len(tree), int(nodes.max())) for tree in trees]
+        return [int(count) for count in nodes]
 
     def _tried(self, size: int, most: int) -> int:
         """The size that is tried where `size` of at most `most` nodes pays: now and then another."""

@@ -1,0 +1,96 @@
+"""The loops behind `costs`: what passes take, and which nodes of several trees are worth a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def seconds(rows: Any, base: Any, slope: Any, context: float, load: float, out: Any) -> None:
+    """Time of passes of 1, 2, ... rows: linear between measured sizes, in proportion beyond them, never falling.
+
+    Args:
+        rows: float64 [sizes], measured, rising, the first 1.
+        base: float64 [sizes], their seconds behind no text.
+        slope: float64 [sizes], seconds for each position of the text before.
+        context: Positions of that text.
+        load: Factor of all of them.
+        out: float64 [most rows], overwritten.
+    """
+    last = rows.shape[0] - 1
+    # Where a small step was measured in a bad moment, the larger one is the better witness.
+    times = np.empty(last + 1)
+    least = np.inf
+    for size in range(last, -1, -1):
+        least = min(least, (base[size] + slope[size] * context) * load)
+        times[size] = least
+    right = 0
+    for k in range(out.shape[0]):
+        count = k + 1.0
+        while right < last and rows[right] < count:
+            right += 1
+        if count >= rows[last]:
+            out[k] = times[last] * (count / rows[last])
+        elif count <= rows[right] and right == 0:
+            out[k] = times[0]
+        else:
+            left = right - 1
+            share = (count - rows[left]) / (rows[right] - rows[left])
+            out[k] = times[left] + share * (times[right] - times[left])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def rank(probabilities: Any, depths: Any, stops: Any, lucks: Any, padded: bool, times: Any, owners: Any) -> Any:
+    """Order the nodes of all trees by what they are worth, and find how many of them pay best.
+
+    Args:
+        probabilities: float64 [nodes], path probabilities, those of each tree falling; tree by tree.
+        depths: int32 [nodes].
+        stops: int64 [trees], where each tree's nodes end.
+        lucks: float64 [trees], in 0..1: a node at depth d is worth `probability * luck ** d`.
+        padded: Whether every tree takes as many rows as the largest.
+        times: float64 [most rows], seconds of passes of 1, 2, ... rows.
+        owners: int32 [nodes], overwritten: whose the first, second, ... node of the order is.
+
+    Returns:
+        (The best number of nodes, how many there are at all within the most rows).
+    """
+    trees = stops.shape[0]
+    nexts, worths, lows = np.empty(trees, np.int64), np.empty(trees), np.full(trees, np.inf)
+    for t in range(trees):
+        nexts[t] = stops[t - 1] if t else 0
+        worths[t] = -1.0
+        if nexts[t] < stops[t]:
+            worths[t] = probabilities[nexts[t]] * lucks[t] ** depths[nexts[t]]
+            lows[t] = worths[t]
+    most = times.shape[0]
+    # More texts than times are known for are verified plainly.
+    expected = float(trees)
+    best, best_rate = 0, expected / times[min(trees, most) - 1]
+    ordered = widest = 0
+    while True:
+        chosen = -1
+        for t in range(trees):
+            # By what is below all nodes before it in its own tree: bad luck tells against the deep ones among these.
+            if nexts[t] < stops[t] and (chosen < 0 or lows[t] > lows[chosen]):
+                chosen = t
+        if chosen < 0:
+            return best, ordered
+        nexts[chosen] += 1
+        width = nexts[chosen] - (stops[chosen - 1] if chosen else 0)
+        widest = max(widest, width)
+        rows = trees + (trees * widest if padded else ordered + 1)
+        if rows > most:
+            return best, ordered
+        owners[ordered] = chosen
+        ordered += 1
+        expected += worths[chosen]
+        if expected / times[rows - 1] > best_rate:
+            best, best_rate = ordered, expected / times[rows - 1]
+        at = nexts[chosen]
+        if at < stops[chosen]:
+            worths[chosen] = probabilities[at] * lucks[chosen] ** depths[at]
+            lows[chosen] = min(lows[chosen], worths[chosen])
