@@ -5,14 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from reader_rag.bench.generate import different, machine, ratio, summary_of_ratios
+from reader_rag.bench.measured import Measured
 from reader_rag.bench.memory import PeakMemory
-from reader_rag.bench.methods import Clock, Task, asked_for, cache_bytes
+from reader_rag.bench.methods import Clock, Task, asked_for, cache_bytes, shortened
 from reader_rag.config import BatchConfig
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.observer import Load, Observer, StepReport
@@ -163,11 +165,7 @@ def _methods(batch: int) -> dict[str, GroupMethod]:
     }
 
 
-@dataclass
-class _Measured:
-    runs: list[GroupRun] = field(default_factory=list)
-    peak_mb: list[float] = field(default_factory=list)
-
+class _Groups(Measured[GroupRun]):
     @property
     def decode_tokens_per_s(self) -> float:
         seconds = sum(run.decode_s for run in self.runs)
@@ -186,7 +184,7 @@ class _Measured:
                 sum(len(tokens) for run in self.runs for tokens in run.tokens) / sum(run.wall_s for run in self.runs), 2
             ),
             "cache_mb": round(max(run.cache_bytes for run in self.runs) / 1e6, 1),
-            "peak_mb": round(max(self.peak_mb), 1) if self.peak_mb else None,
+            "peak_mb": self.peak_mb,
         }
 
 
@@ -224,29 +222,19 @@ def compare_batch(
     engine.scheduler = Scheduler(engine, BatchConfig(max_rows=batch))
     groups = [tasks[first : first + _GROUP * batch] for first in range(0, len(tasks), _GROUP * batch)]
     for name in chosen:
-        known[name](engine, [_shortened(task) for _, task in groups[0][:batch]])
-    measured = {name: _Measured() for name in chosen}
+        known[name](engine, [shortened(task) for _, task in groups[0][:batch]])
+    measured = {name: _Groups() for name in chosen}
     memory = PeakMemory(engine.target.device)
     for number, group in enumerate(groups, 1):
         for name in chosen:
             progress(f"batch {batch}: group {number}/{len(groups)} {name}")
-            memory.reset()
-            measured[name].runs.append(known[name](engine, [task for _, task in group]))
-            peak = memory.peak_mb()
-            if peak is not None:
-                measured[name].peak_mb.append(peak)
+            measured[name].add(partial(known[name], engine, [task for _, task in group]), memory)
     engine.close()
     return _report(engine, tasks, measured, batch)
 
 
-def _shortened(task: Task) -> Task:
-    """First-use costs (compiled loops, thread pools, kernels) belong to no method."""
-    forced = None if task.forced is None else task.forced[:8]
-    return replace(task, generation=replace(task.generation, max_tokens=8), forced=forced)
-
-
 def _report(
-    engine: Engine, tasks: Sequence[tuple[str, Task]], measured: dict[str, _Measured], batch: int
+    engine: Engine, tasks: Sequence[tuple[str, Task]], measured: dict[str, _Groups], batch: int
 ) -> dict[str, Any]:
     rows = {name: runs.summary() for name, runs in measured.items()}
     report: dict[str, Any] = {

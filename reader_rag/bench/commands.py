@@ -92,16 +92,18 @@ def generate(
     engine = _engine(model, dtype, device, settings, random_weights=replay is not None)
     tasks = _tasks(engine, prompts, replay, wanted, limit, generation)
     chosen = [m for m in methods.split(",") if m]
-    reports = []
-    for size in batches:
+    several = len(batches) > 1
+    for number, size in enumerate(batches):
         if size == 1:
-            reports.append(compare(engine, tasks, chosen, progress()))
+            report = compare(engine, tasks, chosen, progress())
         else:
-            reports.append(compare_batch(engine, tasks, chosen, size, progress()))
+            report = compare_batch(engine, tasks, chosen, size, progress())
         if not as_json:
-            _print(reports[-1])
-    if as_json:
-        typer.echo(json.dumps(reports if len(reports) > 1 else reports[0], indent=1))
+            _print(report)
+            continue
+        # Each as soon as there is one: a run over all sizes takes long, and one that is broken off has measured some.
+        opening, closing = "[" if several and not number else "", "]" if several else ""
+        typer.echo(opening + json.dumps(report, indent=1) + ("," if number + 1 < len(batches) else closing))
 
 
 @app.command(epilog="Example: reader-rag bench load --prompts prompts.jsonl --categories rag --limit 10")

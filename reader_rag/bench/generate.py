@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,16 @@ import numba
 import torch
 import transformers
 
+from reader_rag.bench.measured import Measured
 from reader_rag.bench.memory import PeakMemory
-from reader_rag.bench.methods import METHODS, Method, Run, Task
+from reader_rag.bench.methods import METHODS, Run, Task, shortened
 from reader_rag.decode.engine import Engine
 from reader_rag.errors import ConfigError
 
 _RATIOS = ("plain", "hf", "hf-lookup")
 
 
-@dataclass
-class Measured:
-    """All runs of one variant of a method."""
-
-    runs: list[Run] = field(default_factory=list)
-    peak_mb: list[float] = field(default_factory=list)
-
+class _Answers(Measured[Run]):
     @property
     def decode_tokens_per_s(self) -> float:
         """All tokens after the first of each answer / all seconds after the first."""
@@ -44,7 +39,7 @@ class Measured:
             "mat": round(sum(len(run.tokens) - 1 for run in self.runs) / steps, 3) if steps else 1.0,
             "ms_per_step": round(1e3 * sum(run.decode_s for run in self.runs) / steps, 2) if steps else None,
             "cache_mb": round(max(run.cache_bytes for run in self.runs) / 1e6, 1),
-            "peak_mb": round(max(self.peak_mb), 1) if self.peak_mb else None,
+            "peak_mb": self.peak_mb,
         }
 
 
@@ -79,31 +74,19 @@ def compare(
             "a trace is replayed with --methods plain,reader only: generate() cannot be made to follow one"
         )
     variants = {name: variant for method in methods for name, variant in METHODS[method].items()}
-    _warm_up(engine, tasks[0][1], variants.values())
-    measured = {name: Measured() for name in variants}
+    for variant in variants.values():
+        variant(engine, shortened(tasks[0][1]))
+    measured = {name: _Answers() for name in variants}
     memory = PeakMemory(engine.target.device)
     for number, (task_id, task) in enumerate(tasks, 1):
         for name, variant in variants.items():
             progress(f"{number}/{len(tasks)} {task_id} {name}")
-            memory.reset()
-            measured[name].runs.append(variant(engine, task))
-            peak = memory.peak_mb()
-            if peak is not None:
-                measured[name].peak_mb.append(peak)
+            measured[name].add(partial(variant, engine, task), memory)
     return _report(engine, tasks, methods, measured)
 
 
-def _warm_up(engine: Engine, task: Task, variants: Iterable[Method]) -> None:
-    """First-use costs (compiled loops, thread pools, kernels) belong to no method."""
-    short = replace(task, generation=replace(task.generation, max_tokens=8))
-    if task.forced is not None:
-        short = replace(short, forced=task.forced[:8])
-    for variant in variants:
-        variant(engine, short)
-
-
 def _report(
-    engine: Engine, tasks: Sequence[tuple[str, Task]], methods: Sequence[str], measured: dict[str, Measured]
+    engine: Engine, tasks: Sequence[tuple[str, Task]], methods: Sequence[str], measured: dict[str, _Answers]
 ) -> dict[str, Any]:
     best = {method: max(METHODS[method], key=lambda name: measured[name].decode_tokens_per_s) for method in methods}
     report: dict[str, Any] = {
@@ -124,7 +107,7 @@ def _report(
     return report
 
 
-def _ratios(ours: Measured, theirs: Measured) -> dict[str, float | None]:
+def _ratios(ours: _Answers, theirs: _Answers) -> dict[str, float | None]:
     """How much faster, prompt by prompt and over all tokens."""
     each = [
         a.decode_tokens_per_s / b.decode_tokens_per_s

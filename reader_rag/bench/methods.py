@@ -75,6 +75,12 @@ class _Forced:
         return lambda row: self._tokens[verified.position(row) - self._prompt_tokens]
 
 
+def shortened(task: Task) -> Task:
+    """To run first, since first-use costs (compiled loops, thread pools, kernels) belong to no method."""
+    forced = None if task.forced is None else task.forced[:8]
+    return replace(task, generation=replace(task.generation, max_tokens=8), forced=forced)
+
+
 def asked_for(task: Task, *, speculate: bool) -> tuple[GenerationConfig, Selector | None]:
     """What this engine is asked for a task, with drafts or plain."""
     if task.forced is not None:
