@@ -11,9 +11,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 # Every thread that computes has a team of OpenMP threads of its own: an engine's, and one that embeds a question, say.
-# As soon as there are more of them than cores, GNU OpenMP lets them sleep between any two loops, and a step of a small
-# model takes twice as long. This lets them wait a little longer; it has to be said before PyTorch is loaded. The other
-# two are the ordinary values, which "active" would else replace by "for ever".
+# As soon as there are more of them than cores, GNU OpenMP lets them sleep between any two loops, and waking them takes
+# longer than the loops of a small model. This lets them wait a little longer; it has to be said before PyTorch is
+# loaded. The other two are the ordinary values, which "active" would else replace by "for ever".
 if sys.platform == "linux" and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
     os.environ |= {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
 

@@ -585,7 +585,7 @@ def _settings_of(engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:
         "exactness": engine.exactness,
         "prefix_bytes": engine.prefix_bytes,
         "forward": engine.forward,
-        "batch": engine.batch,
+        "batch": engine.scheduler.limits,
     }
     return {"max_nodes": engine.draft.max_nodes, **settings, **loaded}
 

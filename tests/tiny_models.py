@@ -153,6 +153,19 @@ def make_model(name: str, settings: dict[str, Any] | None = None, attention: str
     return model
 
 
+def long_rope(switch: int) -> PreTrainedModel:
+    """Phi-3 whose rotary angles are others once a text is longer than `switch`."""
+    rotation = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 3.0, 2.0, 6.0],
+        "original_max_position_embeddings": switch,
+    }
+    more = {"sliding_window": None, "rope_parameters": rotation, "original_max_position_embeddings": switch}
+    return make_model("Phi3", COMMON | more)
+
+
 class Noise(LogitsProcessor):
     """The engine's own noise, as the last processor of a greedy `generate`: a draw."""
 

@@ -140,8 +140,7 @@ class Engine:
         self.lock = FairLock()
         self.observers = Observers()
         """Are told what the engine does."""
-        self.batch = batch or BatchConfig()
-        self.scheduler = Scheduler(self, self.batch)
+        self.scheduler = Scheduler(self, batch or BatchConfig())
         self._told_moves = (0, 0)
         self.costs: StepCosts | None = None
         """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""

@@ -14,7 +14,7 @@ from costs_stub import EverythingPays
 from hypothesis import given
 from hypothesis import strategies as st
 from random_trees import random_tokens, random_tree
-from tiny_models import EAGER_ONLY, TREES, VOCABULARY, make_model
+from tiny_models import EAGER_ONLY, VOCABULARY, long_rope, make_model
 
 from reader_rag.config import DraftConfig, GenerationConfig
 from reader_rag.decode import batch_cache
@@ -572,15 +572,7 @@ def test_where_no_tree_is_verified_every_text_has_a_pass_of_its_own(
 
 
 def test_a_text_behind_the_switch_of_its_rotation_does_not_turn_the_others() -> None:
-    rotation = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0, 3.0, 2.0, 6.0],
-        "original_max_position_embeddings": 40,
-    }
-    more = {"sliding_window": None, "rope_parameters": rotation, "original_max_position_embeddings": 40}
-    target = Target(make_model("Phi3", TREES["Phi3"] | more), forward="torch")
+    target = Target(long_rope(switch=40), forward="torch")
     pairs = [Pair(target, n, length) for n, length in enumerate([20, 50, 10, 60])]
     for round_ in range(3):
         steps = [Step(5 + round_, DraftTree.from_chain([6, 7]), pair.among) for pair in pairs]

@@ -19,6 +19,7 @@ from tiny_models import (
     WINDOW,
     Noise,
     generated,
+    long_rope,
     make_model,
 )
 from transformers import (
@@ -94,10 +95,7 @@ def test_drafted_answers_are_those_of_generate(name: str, attention: str | None)
 @pytest.mark.parametrize(("length", "tokens"), [(8, 30), (50, 40), (90, 40)])
 def test_rotations_that_depend_on_the_length(length: int, tokens: int) -> None:
     switch = 40
-    rotation = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": switch}
-    rotation |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 6.0]}
-    more = {"sliding_window": None, "rope_parameters": rotation, "original_max_position_embeddings": switch}
-    model = make_model("Phi3", TREES["Phi3"] | more)
+    model = long_rope(switch)
     engine, _ = made(model)
     prompt = prompt_of(length)
     expected = generated(model, prompt, tokens)

@@ -12,7 +12,7 @@ import torch
 from costs_stub import EverythingPays
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import COMMON, VOCABULARY, make_model
+from tiny_models import COMMON, VOCABULARY, long_rope, make_model
 from transformers import PreTrainedModel
 
 from reader_rag.bench.random_weights import NoText
@@ -491,15 +491,7 @@ def test_an_answer_does_not_fail_for_want_of_memory_to_keep_it(
 
 @pytest.mark.parametrize(("length", "reused"), [(80, 64), (100, 64), (101, 0), (140, 0)])
 def test_no_text_is_reused_across_a_switch_of_rotations(length: int, reused: int) -> None:
-    rotation = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0, 3.0, 2.0, 6.0],
-        "original_max_position_embeddings": 100,
-    }
-    more = {"sliding_window": None, "rope_parameters": rotation, "original_max_position_embeddings": 100}
-    model = make_model("Phi3", COMMON | more)
+    model = long_rope(switch=100)
     cold, warm = made(model, prefix_bytes=0), made(model)
     text = text_of(150)
     for tokens in (text[:90], text[:140]):  # the first answer crosses the switch, and so does the second prompt

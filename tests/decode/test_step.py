@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from random_trees import random_tokens, random_tree
-from tiny_models import EAGER_ONLY, TREES, VOCABULARY, WINDOW_IN_CACHE, make_model
+from tiny_models import EAGER_ONLY, TREES, VOCABULARY, WINDOW_IN_CACHE, long_rope, make_model
 from transformers import PreTrainedModel
 
 from reader_rag.decode import step
@@ -135,19 +135,6 @@ def test_the_context_window_is_what_the_configuration_says(name: str, window: in
 
 
 # Rotations that depend on the length
-
-
-def long_rope(switch: int) -> PreTrainedModel:
-    """Phi-3 whose rotary angles are others once a text is longer than `switch`."""
-    rotation = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0, 3.0, 2.0, 6.0],
-        "original_max_position_embeddings": switch,
-    }
-    more = {"sliding_window": None, "rope_parameters": rotation, "original_max_position_embeddings": switch}
-    return make_model("Phi3", TREES["Phi3"] | more)
 
 
 @pytest.mark.parametrize("length", [20, 40, 41, 60])
