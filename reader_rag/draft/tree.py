@@ -14,6 +14,8 @@ Int32 = NDArray[np.int32]
 
 SOURCES = ("context", "passage", "datastore", "successor")
 """Source names by the code that `DraftTree.sources` holds."""
+STORED = 2
+"""The one of nodes that were copied from the datastore."""
 SUCCESSOR = kernels.SUCCESSOR
 """The one of nodes that were not copied: they have no position."""
 
