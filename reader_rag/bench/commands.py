@@ -29,6 +29,7 @@ def bench() -> None:
 for _command, _example in (
     (replay_commands.replay, "replay traces.jsonl --top8 traces.npz --nodes 64"),
     (replay_commands.drafting, "drafting traces.jsonl --top8 traces.npz"),
+    (replay_commands.recall, "recall traces.jsonl --top8 traces.npz"),
     (replay_commands.record, "record traces.jsonl --limit 20"),
     (replay_commands.calibrate, "calibrate traces.jsonl priors.npz --top8 traces.npz"),
 ):

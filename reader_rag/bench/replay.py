@@ -12,12 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.bench.inputs import Trace
+from reader_rag.config import RecallConfig
 from reader_rag.draft import SOURCES, Calibration, ContextIndex, DraftTree, Place, SuccessorTable, TreeBuilder
+from reader_rag.draft.datastore import Cursor, View
 from reader_rag.draft.profile import Profile
-from reader_rag.draft.tree import SUCCESSOR
+from reader_rag.draft.tree import STORED, SUCCESSOR
 from reader_rag.errors import ConfigError
 
 KNOWN_SOURCES = ("context", "successor")
+_RECALL = RecallConfig()
 BINS = 20
 """Of the reliability diagram."""
 
@@ -150,6 +153,7 @@ class Replayer:
         best: The target's best next tokens; a trace without them is drafted without successors.
         profile: What is known of the model beforehand.
         calibration: Starts as this instead of the shipped counts.
+        view: What is searched of a datastore; None: there is none.
     """
 
     def __init__(
@@ -158,8 +162,10 @@ class Replayer:
         best: Best | None = None,
         profile: Profile | None = None,
         calibration: Calibration | None = None,
+        view: View | None = None,
     ) -> None:
         self.config = config
+        self._view = view
         self._best = best or {}
         self._prior = profile.tokens if profile is not None else None
         self._calibration = calibration
@@ -197,10 +203,10 @@ class Replayer:
                 self.successors.learn_text(text, learned, best[learned : length - 1])
                 learned = length - 1
             started = time.perf_counter()
-            trees = [builder.build(index) for builder, index in drafters]
+            trees = [drafter.build() for drafter in drafters]
             tally.microseconds.append((time.perf_counter() - started) * 1e6)
             best_of, path = _best_path(trees, trace.output[emitted:])
-            tree, index = trees[best_of], drafters[best_of][1]
+            tree, index = trees[best_of], drafters[best_of].index
             tokens = trace.output[emitted : emitted + len(path) + 1]
             tally.accepted.update(SOURCES[int(tree.sources[node])] for node in path)
             tally.judge(tree, path, ended=len(path) == len(tokens))
@@ -208,25 +214,26 @@ class Replayer:
             tally.drafted += sum(len(tree) for tree in trees)
             places = tuple(
                 index.locate(int(tree.sources[node]), int(tree.positions[node]))
-                if tree.sources[node] != SUCCESSOR
+                if tree.sources[node] not in (STORED, SUCCESSOR)
                 else None
                 for node in path
             )
             steps.append(Step(emitted, tree, tuple(path), tuple(tokens), places))
-            for builder, searched in drafters:
-                builder.observe(tokens)
-                searched.extend(tokens)
+            for drafter in drafters:
+                drafter.follow(tokens)
             emitted += len(tokens)
         tally.prompts += 1
         tally.tokens += len(trace.output)
         return steps
 
-    def _drafters(self, trace: Trace) -> list[tuple[TreeBuilder, ContextIndex]]:
-        """A builder and what it searches; several where sources are not merged."""
+    def _drafters(self, trace: Trace) -> list[_Drafter]:
+        """One drafter, or one for each source where they are not merged."""
         nothing = SuccessorTable(0)
         active = self.config.sources
         if trace.id not in self._best:
             active = tuple(source for source in active if source != "successor")
+        if self._view is not None:
+            active = (*active, "datastore")
         together = [active] if self.config.merges or not active else [(source,) for source in active]
         drafters = []
         for sources in together:
@@ -234,6 +241,7 @@ class Replayer:
                 max_nodes=max(self.config.nodes // max(len(together), 1), 1),
                 min_probability=self.config.min_probability,
                 max_occurrences=256 if "context" in sources else 1,
+                max_stored=_RECALL.max_places,
                 successors=self.successors if "successor" in sources else nothing,
                 calibration=self.calibration,
             )
@@ -244,8 +252,36 @@ class Replayer:
                     index.mark_passage(passage.id, passage.start, passage.stop)
                 else:
                     index.add_passage(passage.id, passage.tokens)
-            drafters.append((builder, index))
+            cursor = None
+            if self._view is not None and "datastore" in sources:
+                cursor = self._view.cursor(
+                    most=_RECALL.max_places, reach=_RECALL.reach, least=_RECALL.least_match
+                )
+                cursor.extend(trace.prompt)
+            drafters.append(_Drafter(builder, index, cursor))
         return drafters
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """A builder and what it searches."""
+
+    builder: TreeBuilder
+    index: ContextIndex
+    cursor: Cursor | None
+
+    def build(self) -> DraftTree:
+        if self.cursor is None:
+            return self.builder.build(self.index)
+        found = self.cursor.collect()
+        stored = (self.cursor.tokens, len(self.cursor.tokens), self.cursor.all_places, found)
+        return self.builder.build(self.index, stored=stored)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        self.builder.observe(tokens)
+        self.index.extend(tokens)
+        if self.cursor is not None:
+            self.cursor.extend(tokens)
 
 
 def _best_path(trees: Sequence[DraftTree], ahead: Sequence[int]) -> tuple[int, list[int]]:
@@ -269,13 +305,14 @@ def replay(
     best: Best | None = None,
     profile: Profile | None = None,
     calibration: Calibration | None = None,
+    view: View | None = None,
 ) -> dict[str, Tally]:
     """Replay traces; arguments as in `Replayer`.
 
     Returns:
         By category.
     """
-    replayer = Replayer(config, best, profile, calibration)
+    replayer = Replayer(config, best, profile, calibration, view)
     tallies: dict[str, Tally] = {}
     for trace in traces:
         replayer.run(trace, tallies.setdefault(trace.category, Tally()))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from reader_rag.errors import ConfigError
 if TYPE_CHECKING:
     from reader_rag.bench.inputs import Trace
     from reader_rag.bench.replay import Best, ReplayConfig, Tally
+    from reader_rag.draft.datastore import View
     from reader_rag.draft.profile import Profile
 
 TracesArgument = Annotated[
@@ -47,6 +49,8 @@ def replay(
     tokenizer: Annotated[str | None, typer.Option(help="Alias, folder or hub id: --explain in words, not ids.")] = None,
     peers: Annotated[bool, typer.Option(help="Other training-free drafters, and two oracles, beside ours.")] = False,
     ablation: Annotated[bool, typer.Option(help="Also with each part switched off.")] = False,
+    datastore: Annotated[Path | None, typer.Option(help="Folder of a datastore to draft from too.")] = None,
+    tenant: Annotated[str, typer.Option(help="Whose texts in it are searched, besides the shared ones.")] = "",
     plots: Annotated[Path | None, typer.Option(help="Folder for reliability.png and ablation.png.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,11 +65,13 @@ def replay(
     if explain is not None:
         _explain(recorded, explain, config, best, known, tokenizer)
         return
-    tallies = run(recorded, config, best, known)
+    with opened_view(datastore, tenant) as view:
+        tallies = run(recorded, config, best, known, view=view)
     report: dict[str, Any] = {
         "nodes": nodes,
         "sources": list(config.sources),
         "warm": warm,
+        "datastore": None if datastore is None else str(datastore),
         "profile": known.name if known is not None else None,
         "categories": {category: tally.summary() for category, tally in tallies.items()},
         "reliability": reliability(tallies.values()),
@@ -91,6 +97,42 @@ def replay(
         typer.echo(json.dumps(report, indent=1))
     else:
         _print(report)
+
+
+def recall(
+    traces: TracesArgument,
+    top8: Top8Option = None,
+    known: Annotated[
+        Path | None,
+        typer.Option("--known", help="Answers that are in the datastore; none: the first half of each category."),
+    ] = None,
+    profile: ProfileOption = "auto",
+    categories: CategoriesOption = "",
+    limit: LimitOption = None,
+    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree.")] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay answers with earlier answers of the same model in a datastore, and without."""
+    from reader_rag.bench.inputs import read_traces
+    from reader_rag.bench.recall import halves, measure_recall
+    from reader_rag.bench.replay import ReplayConfig
+
+    config = ReplayConfig(nodes=nodes)
+    recorded, best, held, notes = _read(traces, top8, profile, categories, limit, config)
+    if known is None:
+        before, asked = halves(recorded)
+    else:
+        before, asked = read_traces(known, [], None), recorded
+    report = measure_recall(before, asked, config, best, held) | {"notes": notes}
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+        return
+    typer.echo(f"{report['documents']} answers of {report['tokens']} tokens in the datastore")
+    for category, row in report["categories"].items():
+        typer.echo(
+            f"{category}: {row['with']['mat']:.3f} tokens per step with them, {row['without']['mat']:.3f} without "
+            f"({row['ratio']:.2f} times); {row['with']['us_per_draft_p50']} us a draft"
+        )
 
 
 def drafting(
@@ -184,6 +226,19 @@ def reliability(tallies: Any) -> dict[str, Any]:
     ]
     gaps = [abs(row["predicted"] - row["observed"]) for row in bins if row["nodes"] >= 200]
     return {"bins": bins, "mean_gap": round(sum(gaps) / len(gaps), 4) if gaps else None}
+
+
+@contextmanager
+def opened_view(folder: Path | None, tenant: str) -> Iterator[View | None]:
+    """What a tenant sees of a datastore; None where there is none."""
+    if folder is None:
+        yield None
+        return
+    from reader_rag.decode.recall import namespaces_of
+    from reader_rag.draft.datastore import Datastore
+
+    with Datastore.inspect(folder) as store:
+        yield store.view(namespaces_of(tenant))
 
 
 def _read(

@@ -45,6 +45,11 @@ def texts_of(tenant: str) -> str:
     return f"texts/{tenant}"
 
 
+def namespaces_of(tenant: str) -> tuple[str, ...]:
+    """All that a tenant's requests search, besides what is shared."""
+    return answers_of(tenant), passages_of(tenant), texts_of(tenant)
+
+
 def open_datastore(folder: Path | str, tokenizer: Any, vocabulary: int, *, read_only: bool) -> Datastore:
     """The datastore of a model.
 
@@ -60,6 +65,12 @@ def open_datastore(folder: Path | str, tokenizer: Any, vocabulary: int, *, read_
     return Datastore.open(
         Path(folder), vocabulary=vocabulary, tokenizer=fingerprint(tokenizer.get_vocab()), read_only=read_only
     )
+
+
+def answer_document(prompt: Sequence[int], answer: Sequence[int]) -> tuple[str, NDArray[np.int32]]:
+    """An answer as a document: its name, the same for the same text, and its tokens with the end of its prompt."""
+    tokens = np.array([*prompt[-_BEFORE_ANSWER:], *answer], np.int32)
+    return hashlib.sha256(tokens.tobytes()).hexdigest()[:24], tokens
 
 
 class Recall:
@@ -89,7 +100,7 @@ class Recall:
             prompt: Its token ids.
         """
         try:
-            view = self.datastore.view([answers_of(tenant), passages_of(tenant), texts_of(tenant)])
+            view = self.datastore.view(namespaces_of(tenant))
             cursor = view.cursor(
                 most=self.config.max_places, reach=self.config.reach, least=self.config.least_match
             )
@@ -120,8 +131,7 @@ class Recall:
                         space, max_tokens=self.config.max_answer_tokens, max_age_s=self.config.max_answer_age_s
                     )
                     self._limited.add(space)
-                tokens = np.array([*prompt[-_BEFORE_ANSWER:], *answer], np.int32)
-                self.datastore.add(hashlib.sha256(tokens.tobytes()).hexdigest()[:24], tokens, namespace=space)
+                self.datastore.add(*answer_document(prompt, answer), namespace=space)
         except (DatastoreError, OSError, ValueError):
             _log.exception("an answer could not be kept in %s", self.datastore.folder)
             return

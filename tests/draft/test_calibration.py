@@ -48,9 +48,9 @@ def test_a_blank_calibration_takes_estimates_as_they_are() -> None:
     blank = Calibration.blank()
     assert blank.learns
     assert not Calibration.blank(learns=False).learns
-    assert blank.counts.shape == (3, kernels.CELLS) == (3, 1650)
+    assert blank.counts.shape == (3, kernels.CELLS) == (3, 2190)
     hits, expected, rates = blank.counts
-    assert rates.tolist() == [1.0] * 1650
+    assert rates.tolist() == [1.0] * 2190
     assert hits.tolist() == expected.tolist()
     assert all(expected > 0.0)
 
