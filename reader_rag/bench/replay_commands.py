@@ -169,6 +169,7 @@ def record(
     model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = "smollm2-135m",
     categories: CategoriesOption = "",
     limit: Annotated[int, typer.Option(min=1, help="Most prompts of each category.")] = 20,
+    reworded: Annotated[bool, typer.Option(help="Ask the machine's own prompts in other words.")] = False,
     seed: Annotated[int, typer.Option(help="Which texts the prompts are made from.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
@@ -178,12 +179,13 @@ def record(
     from rich.console import Console
 
     from reader_rag.bench.inputs import read_prompts
-    from reader_rag.bench.own_prompts import own_prompts
+    from reader_rag.bench.own_prompts import edited, own_prompts
     from reader_rag.bench.record import record as run
     from reader_rag.decode.engine import Engine
 
     wanted = [c for c in categories.split(",") if c]
     asked = read_prompts(prompts, wanted, limit) if prompts is not None else own_prompts(limit, seed)
+    asked = edited(asked) if reworded else asked
     asked = [prompt for prompt in asked if not wanted or prompt.category in wanted]
     engine = Engine.load(model, dtype=dtype, device=device, prefix_bytes=0)
     best = out.with_suffix(".npz")
