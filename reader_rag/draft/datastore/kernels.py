@@ -331,6 +331,33 @@ def collect(
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def find_range(part: Any, like: Any, query: Any, separator: int, state: Any) -> Any:
+    """All places of a part behind a run of tokens.
+
+    Args:
+        part: int64 [COLUMNS].
+        like: An empty array of the stored type.
+        query: int64 [n], the tokens backwards, at most `LONGEST`.
+        separator: The stored separator.
+        state: int64 [STATE_ROWS, >= 1], overwritten.
+
+    Returns:
+        (first place, place behind the last).
+    """
+    depth = query.shape[0]
+    for token in query:
+        if not 0 <= token < separator:
+            return 0, 0
+    if part[FIRSTS] and query[0] >= part[VOCABULARY]:
+        return 0, 0
+    _search(part, like, query, depth, state, 0)
+    if max(state[_LEFT, 0], state[_RIGHT, 0]) < depth:
+        return 0, 0
+    _widen(part, like, query, depth, state, 0)
+    return state[_FROM, 0], state[_TO, 0]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def encode_backwards(tokens: Any, count: int, codes: Any, width: int, out: Any) -> None:
     """Write a text backwards, each token as a number of `width` bytes, the highest first.
 

@@ -109,6 +109,8 @@ class Namespace:
                     self.load()
                     return
                 size = self.log_path.stat().st_size if self._log_end else 0
+                if size < self._log_end:
+                    self.load()  # a commit that failed was taken back
                 if size <= self._log_end:
                     return
                 log = read_log(self.log_path, self.identity, self._log_end)

@@ -145,7 +145,9 @@ def open_segment(path: Path, identity: Identity, crc: int | None = None) -> Part
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as cause:
-        raise DatastoreCorruptError(f"{path} cannot be read: {cause}; restore it, or build its documents again") from cause
+        raise DatastoreCorruptError(
+            f"{path} cannot be read: {cause}; restore it, or build its documents again"
+        ) from cause
     header, start = _header(data, path, crc)
     identity.check(header, path)
     if len(data) != start + header["body_bytes"]:

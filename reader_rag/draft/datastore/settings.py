@@ -14,7 +14,7 @@ class DatastoreSettings:
     Attributes:
         live_tokens: A log with so many tokens becomes a segment. They are sorted when a datastore is opened.
         fan: So many segments of about one size are merged into one, each size `fan` times the one before.
-        max_segment_tokens: Most tokens of a segment that is made of others. Sorting takes 15 bytes of memory a token
+        max_segment_tokens: Most tokens of a segment that is made of others. Sorting takes 16 bytes of memory a token
             of 16-bit vocabularies, 22 of larger ones.
         rewrite_share: A segment is rewritten when so much of it was removed,
         rewrite_after_s: or when the first removal was so long ago.
@@ -26,7 +26,7 @@ class DatastoreSettings:
 
     live_tokens: int = 1 << 18
     fan: int = 4
-    max_segment_tokens: int = 1 << 28
+    max_segment_tokens: int = 1 << 27
     rewrite_share: float = 0.125
     rewrite_after_s: float = 900.0
     background: bool = True

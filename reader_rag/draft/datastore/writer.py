@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reader_rag.draft.datastore import log
 from reader_rag.draft.datastore.files import Files, writing
@@ -26,10 +27,13 @@ from reader_rag.draft.datastore.namespace import Namespace
 from reader_rag.draft.datastore.part import Document, Part, build_part, merge_parts
 from reader_rag.draft.datastore.segment import Identity, open_segment, verify_segment, write_segment
 from reader_rag.draft.datastore.settings import DatastoreSettings
-from reader_rag.errors import DatastoreError, DatastoreWriteError, ReaderWarning
+from reader_rag.errors import DatastoreCorruptError, DatastoreError, DatastoreWriteError, ReaderWarning
 
 DAMAGED = "damaged"
 """The folder of segments that were set aside."""
+
+GONE = "removed-"
+"""What the folder of a namespace that is no more is called while it is removed."""
 
 _LOG_BYTES = 16
 """A log of so many bytes for each of `live_tokens` is done, whatever it holds."""
@@ -73,11 +77,10 @@ class Writer(Namespace):
 
     # Changes
 
-    def put(self, name: str, stored_of: Callable[[], Document]) -> None:
-        """Add a document in place of any of that name."""
+    def put(self, document: Document) -> None:
+        """Add a document in place of any of its name."""
         with self.lock:
-            document = stored_of()
-            self._forget(name)
+            self._forget(document.name)
             self.live.put([document])
             self._pending.append(log.encode(log.Added(document)))
             self._pending_documents += 1
@@ -136,7 +139,8 @@ class Writer(Namespace):
         """Make a segment of the log; all changes must be committed."""
         assert not self._pending
         documents = list(self.live.documents.values())
-        name, made = self._new_name("log"), []
+        name = self._new_name("log")
+        made: list[str] = []
         with self.lock, writing(self.folder):
             try:
                 segments = list(self.segments)
@@ -145,9 +149,7 @@ class Writer(Namespace):
                     segments.append(self._write(part, made))
                 made.append(name)
                 uses = b"".join(self._uses())
-                self._files.create(
-                    self.folder / name, [log.beginning(self.identity), log.frame(uses) if uses else b""]
-                )
+                self._files.create(self.folder / name, [log.beginning(self.identity), log.frame(uses) if uses else b""])
                 old = self.log_path
                 self._replace(segments, log=name)
             except OSError:
@@ -168,13 +170,23 @@ class Writer(Namespace):
                 new = self._write(build_part(documents, self.identity.width, self.identity.vocabulary), made)
                 with self.lock:
                     self.commit()
-                    if self.live.documents or self._logged:
+                    # What a log says is taken to be newer than any segment.
+                    if self._log_end > len(log.beginning(self.identity)):
                         self.flush()
-                    for document in documents:
-                        self._forget(document.name)
-                    self._settle()
-                    self._replace([*self.segments, new])
-                    self.segments.append(new)
+                    places = [place for document in documents if (place := self.locate(document.name))]
+                    for held, k in places:
+                        held.dead.add(k)
+                        held.settled.add(k)
+                    try:
+                        self._replace([*self.segments, new])
+                    except OSError:
+                        for held, k in places:
+                            held.dead.discard(k)
+                            held.settled.discard(k)
+                        raise
+                    self.segments = [*self.segments, new]
+                    for held, _ in places:
+                        held.dead_since = self._clock() if held.dead_since is None else held.dead_since
                     self.version += 1
             except OSError:
                 self._discard(made)
@@ -193,7 +205,9 @@ class Writer(Namespace):
             with self.lock:
                 if self.gone:
                     return
-                if not self._pending and self._ghosts_since is not None and (force or self._due(self._ghosts_since)):
+                if force:
+                    self.commit()
+                if self._ghosts_since is not None and (force or self._due(self._ghosts_since)) and not self._pending:
                     self.flush()
             while inputs := self._plan(force, full):
                 if not self._rewrite(inputs):
@@ -205,23 +219,19 @@ class Writer(Namespace):
             if self._plan(force=False, full=False):
                 return 0.0
             since = [held.dead_since for held in self.segments if held.settled]
-            times = [time for time in (*since, self._ghosts_since) if time is not None]
+            ghosts = None if self._pending else self._ghosts_since
+            times = [time for time in (*since, ghosts) if time is not None]
             return max(min(times) + self._settings.rewrite_after_s - self._clock(), 0.0) if times else None
 
     def end(self) -> None:
         """The namespace is no more: forget it and take it off the disk."""
-        with self.lock:
-            self.gone = True
-            self._pending = []
-            self.clear()
-            with writing(self.folder):
-                # One step that decides; what a crash leaves of the rest, the next writer removes.
-                target = self.folder.with_name("removed-" + self.folder.name)
-                if target.exists():
-                    self._files.remove_folder(target)
-                self._files.rename(self.folder, target)
-                self._files.sync_folder(target.parent)
-                self._files.remove_folder(target)
+        with self.lock, writing(self.folder):
+            remove_folder(self._files, self.folder, self._end)
+
+    def _end(self) -> None:
+        self.gone = True
+        self._pending = []
+        self.clear()
 
     def _plan(self, force: bool, full: bool) -> list[Held]:
         """Segments to make one of."""
@@ -250,19 +260,19 @@ class Writer(Namespace):
 
     def _rewrite(self, inputs: Sequence[Held]) -> bool:
         """Put one segment in place of several, without the documents whose removal is committed."""
-        for held in inputs:
-            path = self.folder / held.part.file
-            if bad := verify_segment(path, held.part):
-                self._set_aside(held, f"{path} is damaged in {len(bad)} blocks")
-                return True
         with self.lock:
             kept = [np.ones(held.part.documents, np.bool_) for held in inputs]
             for keep, held in zip(kept, inputs, strict=True):
                 keep[list(held.settled)] = False
-            used = [held.used for held in inputs]
+            used = [np.array(held.used) for held in inputs]
         made: list[str] = []
         with writing(self.folder):
             try:
+                for held in inputs:
+                    path = self.folder / held.part.file
+                    if bad := verify_segment(path, held.part):
+                        self._set_aside(held, f"{path} is damaged in {len(bad)} blocks")
+                        return True
                 new = None
                 if any(keep.any() for keep in kept):
                     merged = merge_parts([held.part for held in inputs], kept, self.identity.vocabulary, used)
@@ -279,7 +289,7 @@ class Writer(Namespace):
                     self.segments = segments
                     self.version += 1
                     self._discard([held.part.file for held in inputs])
-            except OSError:
+            except (OSError, DatastoreCorruptError):
                 self._discard(made)
                 if self.gone:
                     return False
@@ -294,7 +304,9 @@ class Writer(Namespace):
             self.segments = segments
             self.damaged.append(why)
             self.version += 1
-        warnings.warn(f"datastore: {why}; it is set aside in {DAMAGED}, the rest is served", ReaderWarning, stacklevel=2)
+        warnings.warn(
+            f"datastore: {why}; it is set aside in {DAMAGED}, the rest is served", ReaderWarning, stacklevel=2
+        )
 
     def _due(self, since: float | None) -> bool:
         return since is not None and self._clock() >= since + self._settings.rewrite_after_s
@@ -325,17 +337,25 @@ class Writer(Namespace):
         excess = self.tokens - limits.max_tokens
         if excess <= 0:
             return
+        live = list(self.live.documents.values())
         each = self.identity.width.each
-        found = [(d.used, len(d.stored) // each, d.name) for d in self.live.documents.values()]
-        for held in self.segments:
-            lengths = held.part.lengths
-            for k in np.flatnonzero(held.kept).tolist():
-                found.append((int(held.used[k]), int(lengths[k]), held.part.names[k]))
-        for _, length, name in sorted(found):
-            if excess <= 0:
-                break
+        kept = [np.flatnonzero(held.kept) for held in self.segments]
+        used = [held.used[ks] for held, ks in zip(self.segments, kept, strict=True)]
+        lengths = [held.part.lengths[ks] for held, ks in zip(self.segments, kept, strict=True)]
+        used.append(np.array([document.used for document in live], np.uint32))
+        lengths.append(np.array([len(document.stored) // each for document in live], np.int64))
+        order = np.argsort(np.concatenate(used), kind="stable")
+        count = int(np.searchsorted(np.cumsum(np.concatenate(lengths)[order]), excess)) + 1
+        first = np.cumsum([0, *(len(ks) for ks in kept)])
+        going = []
+        for n in order[:count].tolist():
+            k = int(np.searchsorted(first, n, side="right")) - 1
+            if k < len(kept):
+                going.append(self.segments[k].part.names[int(kept[k][n - first[k]])])
+            else:
+                going.append(live[n - int(first[-1])].name)
+        for name in going:
             self.remove(name)
-            excess -= length
 
     # Files
 
@@ -382,7 +402,11 @@ class Writer(Namespace):
         """Replace the manifest."""
         entries = tuple(
             SegmentEntry(
-                held.part.file, held.crc, held.part.size, held.part.documents, tuple(int(k) for k in sorted(held.settled))
+                held.part.file,
+                held.crc,
+                held.part.size,
+                held.part.documents,
+                tuple(int(k) for k in sorted(held.settled)),
             )
             for held in (self.segments if segments is None else segments)
         )
@@ -424,16 +448,36 @@ class Writer(Namespace):
                 self._files.unlink(self.folder / name)
 
 
-def _carry_over(inputs: Sequence[Held], kept: Sequence[object], used: Sequence[object], new: Held) -> None:
+def remove_folder(files: Files, folder: Path, gone: Callable[[], None] = lambda: None) -> None:
+    """Take a namespace off the disk.
+
+    One step decides; what a crash leaves of the rest, the next writer removes.
+
+    Args:
+        files: What writes.
+        folder: Of the namespace.
+        gone: Called when it is decided.
+    """
+    target = folder.with_name(GONE + folder.name)
+    if target.exists():
+        files.remove_folder(target)
+    files.rename(folder, target)
+    gone()
+    files.sync_folder(target.parent)
+    files.remove_folder(target)
+
+
+def _carry_over(
+    inputs: Sequence[Held], kept: Sequence[NDArray[np.bool_]], used: Sequence[NDArray[np.uint32]], new: Held
+) -> None:
     """Bring what happened to the inputs while they were merged to the new segment."""
     first = 0
     for held, keep, times in zip(inputs, kept, used, strict=True):
-        numbers = np.cumsum(np.asarray(keep)) - 1 + first
+        numbers = np.cumsum(keep) - 1 + first
         for target, documents in ((new.dead, held.dead), (new.settled, held.settled)):
-            target.update(int(numbers[k]) for k in documents if np.asarray(keep)[k])
-        if held.used is not times:
-            for k in np.flatnonzero(np.asarray(keep) & (held.used != np.asarray(times))):
-                new.use(int(numbers[k]), int(held.used[k]))
-        first += int(np.asarray(keep).sum())
+            target.update(int(numbers[k]) for k in documents if keep[k])
+        for k in np.flatnonzero(keep & (held.used != times)):
+            new.use(int(numbers[k]), int(held.used[k]))
+        first += int(keep.sum())
     if new.settled:
         new.dead_since = min(held.dead_since for held in inputs if held.dead_since is not None)
