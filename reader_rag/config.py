@@ -97,9 +97,7 @@ class RecallConfig:
     least_match: int = 2
 
     def __post_init__(self) -> None:
-        _require(
-            self.max_answer_tokens >= 1, f"max_answer_tokens must be at least 1, not {self.max_answer_tokens}"
-        )
+        _require(self.max_answer_tokens >= 1, f"max_answer_tokens must be at least 1, not {self.max_answer_tokens}")
         age = self.max_answer_age_s
         _require(age is None or age > 0, f"max_answer_age_s must be above 0, not {age}")
         _require(1 <= self.max_places <= 1024, f"max_places must be 1..1024, not {self.max_places}")

@@ -254,9 +254,7 @@ class Replayer:
                     index.add_passage(passage.id, passage.tokens)
             cursor = None
             if self._view is not None and "datastore" in sources:
-                cursor = self._view.cursor(
-                    most=_RECALL.max_places, reach=_RECALL.reach, least=_RECALL.least_match
-                )
+                cursor = self._view.cursor(most=_RECALL.max_places, reach=_RECALL.reach, least=_RECALL.least_match)
                 cursor.extend(trace.prompt)
             drafters.append(_Drafter(builder, index, cursor))
         return drafters

@@ -101,9 +101,7 @@ class Recall:
         """
         try:
             view = self.datastore.view(namespaces_of(tenant))
-            cursor = view.cursor(
-                most=self.config.max_places, reach=self.config.reach, least=self.config.least_match
-            )
+            cursor = view.cursor(most=self.config.max_places, reach=self.config.reach, least=self.config.least_match)
             cursor.extend(prompt)
         except (DatastoreError, OSError):
             _log.exception("the datastore %s cannot be searched; answers are drafted without it", self.datastore.folder)

@@ -346,7 +346,8 @@ def build(
         followed: Matches in the sequence.
         passage_matches: int32 [2, >= passage_followed].
         passage_followed: Matches in the passages.
-        stored: int32 [>= stored_size], what the datastore holds behind its matches, each text ended by a negative token.
+        stored: int32 [>= stored_size], what the datastore holds behind its matches, each text ended by a negative
+            token.
         stored_size: Tokens of them.
         stored_matches: int32 [2, >= stored_followed].
         stored_followed: Matches in them.

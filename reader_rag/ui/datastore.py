@@ -218,9 +218,12 @@ def keep_passages(
     from reader_rag.rag.passages import keep_in_step
 
     tokenizer, vocabulary = _tokenizer(model, trust_remote_code)
-    with open_store(store_dir, embed_model, tenant) as store, _open(datastore, tokenizer, vocabulary) as drafts:
-        with status("keeping passages to draft from"):
-            kept = keep_in_step(store, drafts, tokenizer)
+    with (
+        open_store(store_dir, embed_model, tenant) as store,
+        _open(datastore, tokenizer, vocabulary) as drafts,
+        status("keeping passages to draft from"),
+    ):
+        kept = keep_in_step(store, drafts, tokenizer)
     output().print(f"{datastore}: {kept.total} passages to draft from ({kept.added} new, {kept.removed} removed)")
 
 

@@ -187,6 +187,15 @@ class Datastore:
             raise
         return store
 
+    @classmethod
+    def inspect(cls, folder: Path | str, *, read_only: bool = True) -> Datastore:
+        """Open a datastore that exists, whatever tokenizer it is of; errors as in `open`."""
+        path = Path(folder) / ROOT
+        if not path.exists():
+            raise DatastoreNotFoundError(f"no datastore at {folder}: add documents to it first")
+        root = read_root(path)
+        return cls.open(folder, vocabulary=root.vocabulary, tokenizer=root.tokenizer, read_only=read_only)
+
     # Documents
 
     def add(self, document: str, tokens: Sequence[int] | NDArray[np.integer], *, namespace: str = "") -> bool:
