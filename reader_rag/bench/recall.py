@@ -41,13 +41,15 @@ def measure_recall(
         What the datastore holds, and by category both replays and the ratio of their tokens per step.
     """
     vocabulary = 1 + max(max(*trace.prompt, *trace.output) for trace in (*known, *asked))
-    with tempfile.TemporaryDirectory() as folder:
-        with Datastore.open(Path(folder) / "answers", vocabulary=vocabulary, tokenizer="of the traces") as store:
-            for trace in known:
-                store.add(*answer_document(trace.prompt, trace.output), namespace=answers_of(""))
-            held = store.stats().get(answers_of(""))
-            view = store.view([answers_of("")])
-            runs = [replay(asked, config, best, profile, view=used) for used in (view, None)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Datastore.open(Path(folder) / "answers", vocabulary=vocabulary, tokenizer="of the traces") as store,
+    ):
+        for trace in known:
+            store.add(*answer_document(trace.prompt, trace.output), namespace=answers_of(""))
+        held = store.stats().get(answers_of(""))
+        view = store.view([answers_of("")])
+        runs = [replay(asked, config, best, profile, view=used) for used in (view, None)]
     return {
         "documents": held.documents if held else 0,
         "tokens": held.tokens if held else 0,

@@ -318,7 +318,8 @@ class Engine:
         return self.scheduler.load
 
     def close(self) -> None:
-        """End all requests of `submit` with a `BusyError`; a later one is decoded again. Answers kept so far go to disk."""
+        """End all requests of `submit` with a `BusyError`; a later one is decoded again. Answers that are kept in the
+        datastore are on the disk then."""
         self.scheduler.close()
         if self.recall is not None:
             self.recall.flush()

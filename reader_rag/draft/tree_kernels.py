@@ -65,7 +65,8 @@ def copy_cell(origin: int, length: int, estimate: float, listed: int, agree: boo
     """The cell of a copied candidate.
 
     Args:
-        origin: Of the longest match behind it: 0: the prompt; 1: the output; 2: a passage beside them; 3: the datastore.
+        origin: Of the longest match behind it: 0: the prompt; 1: the output; 2: a passage beside them; 3: the
+            datastore.
         length: That match.
         estimate: Its probability, uncorrected.
         listed: 0: no successors are known; 1: it is none of them; 2: it is one.
