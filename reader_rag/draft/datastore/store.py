@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -20,7 +20,8 @@ from reader_rag.draft.datastore.files import Files, writing
 from reader_rag.draft.datastore.manifest import Root, read_root, write_root
 from reader_rag.draft.datastore.namespace import Namespace, folder_of, name_in
 from reader_rag.draft.datastore.part import Document
-from reader_rag.draft.datastore.segment import Identity, verify_segment
+from reader_rag.draft.datastore.report import Damage, NamespaceStats, find_damage, measure
+from reader_rag.draft.datastore.segment import Identity
 from reader_rag.draft.datastore.settings import DatastoreSettings
 from reader_rag.draft.datastore.upkeep import Upkeep
 from reader_rag.draft.datastore.view import View
@@ -43,48 +44,6 @@ ROOT = "datastore.json"
 LOCK = "writer.lock"
 
 _SEGMENT_TOKENS = 1 << 25
-
-
-@dataclass(frozen=True)
-class NamespaceStats:
-    """What a namespace holds.
-
-    Attributes:
-        documents: Documents that can be found.
-        tokens: Of them.
-        segments: Files of sorted text.
-        live_tokens: Tokens that are in the log and in memory.
-        removed_tokens: Tokens of removed documents that are still in segments.
-        bytes: On the disk.
-        shared: Whether every request sees it.
-        damaged: What cannot be read, in words.
-    """
-
-    documents: int
-    tokens: int
-    segments: int
-    live_tokens: int
-    removed_tokens: int
-    bytes: int
-    shared: bool
-    damaged: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Damage:
-    """Something that is not what was written.
-
-    Attributes:
-        namespace: Where.
-        file: Which file.
-        what: What is wrong, in words.
-        documents: Those that are known to be concerned.
-    """
-
-    namespace: str
-    file: str
-    what: str
-    documents: tuple[str, ...] = ()
 
 
 class Datastore:
@@ -310,6 +269,11 @@ class Datastore:
         space = self._space(namespace)
         return space is not None and space.digest_of(document) is not None
 
+    def read(self, document: str, *, namespace: str = "") -> NDArray[np.int64] | None:
+        """int64 [n], the tokens of a document; None: there is none of that name."""
+        space = self._space(namespace)
+        return None if space is None else space.read(document)
+
     def documents(self, *, namespace: str = "") -> list[str]:
         """The names of all documents of a namespace."""
         space = self._space(namespace)
@@ -426,20 +390,12 @@ class Datastore:
         Returns:
             What is damaged; empty: nothing is.
         """
-        found = []
+        found: list[Damage] = []
+        readable = set()
         for name in self.namespaces():
+            readable.add(folder_of(name))
             space = self._space(name)
-            if space is None:
-                continue
-            with space.lock:
-                damaged, segments = list(space.damaged), list(space.segments)
-            found += [Damage(name, "", what) for what in damaged]
-            for held in segments:
-                with contextlib.suppress(FileNotFoundError):  # merged meanwhile
-                    for bad in verify_segment(space.folder / held.part.file, held.part):
-                        what = f"bytes {bad.start} to {bad.stop} of its {bad.table}"
-                        found.append(Damage(name, held.part.file, what, bad.documents))
-        readable = {folder_of(name) for name in self.namespaces()}
+            found += [] if space is None else find_damage(name, space)
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith("ns-") and path.name not in readable:
                 found.append(Damage("", path.name, "its manifest cannot be read"))
@@ -447,23 +403,8 @@ class Datastore:
 
     def stats(self) -> dict[str, NamespaceStats]:
         """What each namespace holds."""
-        report = {}
-        for name in self.namespaces():
-            space = self._space(name)
-            if space is None:
-                continue
-            with space.lock:
-                report[name] = NamespaceStats(
-                    documents=space.documents,
-                    tokens=space.tokens,
-                    segments=len(space.segments),
-                    live_tokens=space.live.tokens,
-                    removed_tokens=sum(held.tokens_of(held.dead) for held in space.segments),
-                    bytes=sum(path.stat().st_size for path in space.folder.rglob("*") if path.is_file()),
-                    shared=name in self._root.shared,
-                    damaged=(*space.damaged, *(f"{file} was set aside" for file in space.manifest.damaged)),
-                )
-        return report
+        spaces = {name: self._space(name) for name in self.namespaces()}
+        return {name: measure(space, name in self._root.shared) for name, space in spaces.items() if space is not None}
 
     def close(self, *, commit: bool = True) -> None:
         """Commit, end what runs in the background, and let others write.
