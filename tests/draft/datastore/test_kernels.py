@@ -101,7 +101,7 @@ def test_a_vocabulary_that_needs_the_separators_value_is_stored_wider() -> None:
 
 def test_a_sample_is_spread_evenly_over_all_parts(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", settings=SMALL) as store:
-        # What stands before tells the order of the places: 100 of them, in parts of 60 and 40.
+        # The token before 59 decides their order: 60 places, in two parts.
         for start in (0, 30):
             store.add_many([(f"d{n}", [n, 59, n]) for n in range(start, start + 30)])
         cursor = at_end_of(store.view([""]), [58, 59], most=6)
