@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.draft.datastore.files import Files, writing
-from reader_rag.draft.datastore.manifest import Root, read_root, write_root
+from reader_rag.draft.datastore.manifest import MANIFEST, Root, read_root, write_root
 from reader_rag.draft.datastore.namespace import Namespace, folder_of, name_in
 from reader_rag.draft.datastore.part import Document
 from reader_rag.draft.datastore.report import Damage, NamespaceStats, find_damage, measure
@@ -519,16 +518,14 @@ class Datastore:
             return space
 
     def _clean(self) -> None:
-        """Take off the disk what is left of namespaces that were removed."""
+        """Take off the disk what is left of namespaces that were removed, or never quite made."""
         if self._lock is None:
             return
         for path in list(self.folder.iterdir()):
-            if path.name.startswith(GONE):
+            unmade = path.name.startswith("ns-") and not (path / MANIFEST).exists() and not any(path.glob("*.seg"))
+            if unmade or path.name.startswith(GONE):
                 with writing(self.folder):
                     self._files.remove_folder(path)
-            elif path.name.startswith("ns-") and not any(path.iterdir()):
-                with contextlib.suppress(OSError):
-                    path.rmdir()
 
 
 def _locked(folder: Path) -> Any:

@@ -459,12 +459,14 @@ def remove_folder(files: Files, folder: Path, gone: Callable[[], None] = lambda:
         gone: Called when it is decided.
     """
     target = folder.with_name(GONE + folder.name)
-    if target.exists():
-        files.remove_folder(target)
-    files.rename(folder, target)
+    if folder.exists():
+        if target.exists():
+            files.remove_folder(target)
+        files.rename(folder, target)
     gone()
     files.sync_folder(target.parent)
-    files.remove_folder(target)
+    if target.exists():
+        files.remove_folder(target)
 
 
 def _carry_over(

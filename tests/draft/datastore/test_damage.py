@@ -85,7 +85,7 @@ def test_damage_is_located_by_block(folder: Path, monkeypatch: pytest.MonkeyPatc
     with open_store(tmp_path / "t") as store:
         store.add_many([(name, [n] * 20) for n, name in enumerate("wxyz")])
     path = segments(tmp_path / "t")[0]
-    flip(path, path.read_bytes().index(np.array([2] * 20, "<u2").tobytes()) + 4)
+    flip(path, path.read_bytes().index(np.array([2] * 20, "<u2").tobytes()) + 20)
     with open_store(tmp_path / "t", read_only=True) as reader:
         [damage] = reader.verify()
         assert damage.documents == ("y",)
