@@ -16,7 +16,8 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from numba import carray, config, njit, types  # type: ignore[attr-defined]
+from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba.core import config
 from numba.extending import intrinsic
 
 LONGEST = 64
@@ -53,7 +54,7 @@ _pointer: Any = (lambda address: ctypes.c_void_p(int(address))) if config.DISABL
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def token_at(tokens: Any, i: int) -> int:
+def token_at(tokens: Any, i: Any) -> Any:
     """Token `i` of a stored text: uint16, uint32, or uint8 with three bytes a token."""
     if tokens.itemsize == 1:
         return np.int64(tokens[3 * i]) | np.int64(tokens[3 * i + 1]) << 8 | np.int64(tokens[3 * i + 2]) << 16
@@ -73,13 +74,13 @@ def _places(part: Any) -> Any:
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _position(places: Any, i: int, size: int) -> int:
+def _position(places: Any, i: Any, size: Any) -> Any:
     """Place `i`, held to the text's bounds."""
     return min(max(np.int64(places[i]), 1), size - 1)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _match(tokens: Any, position: int, query: Any, known: int, depth: int) -> int:
+def _match(tokens: Any, position: Any, query: Any, known: Any, depth: Any) -> Any:
     """How many tokens before a position equal those of the query, of which `known` are known to."""
     n = known
     depth = min(depth, position)
@@ -92,12 +93,13 @@ def _match(tokens: Any, position: int, query: Any, known: int, depth: int) -> in
 def _search(part: Any, like: Any, query: Any, depth: int, state: Any, k: int) -> None:
     """Find where the query belongs among the places of part `k`; fills its column of the state."""
     tokens, places, size = _stored(part, like), _places(part), part[SIZE]
-    first, last, shared = np.int64(0), np.int64(part[COUNT]), 0
+    first: Any = 0
+    last: Any = part[COUNT]
+    shared = 1 if part[FIRSTS] else 0
     if part[FIRSTS]:
         firsts = carray(_pointer(part[FIRSTS]), (part[VOCABULARY] + 1,), np.int32)
         last = min(max(np.int64(firsts[query[0] + 1]), 0), last)
         first = min(max(np.int64(firsts[query[0]]), 0), last)
-        shared = 1
     low, high, left, right = first, last, shared, shared
     while low < high:
         middle = (low + high) >> 1
@@ -135,7 +137,7 @@ def _edge(tokens: Any, size: int, places: Any, at: int, end: int, step: int, que
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _widen(part: Any, like: Any, query: Any, length: int, state: Any, k: int) -> int:
+def _widen(part: Any, like: Any, query: Any, length: int, state: Any, k: int) -> Any:
     """Take in all places of part `k` that match `length` tokens.
 
     Returns:
