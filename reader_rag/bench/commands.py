@@ -278,7 +278,8 @@ def _print_datastore(report: dict[str, Any]) -> None:
     line("sorted, million tokens/s", lambda row: row["sorted_tokens_per_s"] / 1e6)
     line("opened, ms", lambda row: row["open_ms"])
     line("resident when opened, MB", lambda row: row["resident_mb_opened"])
-    line("resident after 4000 searches, MB", lambda row: row["resident_mb_searched"])
+    for count in (100, 4000):
+        line(f"resident after {count} searches, MB", lambda row, n=count: row[f"resident_mb_searched_{n}"])  # type: ignore[misc]
     for kind in ("new", "copied"):
         for part in ("us_p50", "us_p99", "longest_p50"):
             line(f"{kind} text, {part.replace('_', ' ')}", lambda row, k=kind, p=part: row["queries"][k][p])  # type: ignore[misc]

@@ -46,8 +46,11 @@ view = store.view([""])
 view.table()
 opened = time.perf_counter() - started
 at_open = process.memory_info().rss
-follow(view, np.load(contexts))
-print(json.dumps([1e3 * opened, (at_open - before) / 1e6, (process.memory_info().rss - before) / 1e6]))
+resident = [at_open - before]
+for part in np.split(np.load(contexts), [100]):
+    follow(view, part)
+    resident.append(process.memory_info().rss - before)
+print(json.dumps([1e3 * opened, *(size / 1e6 for size in resident)]))
 """
 
 TOKENIZER = "bench"
@@ -215,7 +218,8 @@ def _measure(text: Texts, size: int, vocabulary: int, folder: Path, say: Callabl
         "built_tokens_per_s": round(stats.tokens / built) if changed else None,
         "open_ms": round(opening[0], 1),
         "resident_mb_opened": round(opening[1], 1),
-        "resident_mb_searched": round(opening[2], 1),
+        "resident_mb_searched_100": round(opening[2], 1),
+        "resident_mb_searched_4000": round(opening[3], 1),
         "segments": stats.segments,
         "us_first_p50": round(float(np.percentile(first[0], 50)), 1),
         "us_first_p99": round(float(np.percentile(first[0], 99)), 1),

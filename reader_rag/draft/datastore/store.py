@@ -318,8 +318,8 @@ class Datastore:
         Returns:
             A view that follows changes of this process at once. Those of others are taken in now, and by `refresh`.
         """
-        self.refresh()
         names = tuple(dict.fromkeys(namespaces))
+        self.refresh(names)
         held: tuple[int, tuple[Namespace, ...]] = (-1, ())
 
         def resolve() -> tuple[int, tuple[Namespace, ...]]:
@@ -334,12 +334,17 @@ class Datastore:
 
         return View(resolve, self._identity)
 
-    def refresh(self) -> None:
-        """Take in what another process committed; a writer knows all and has nothing to do."""
+    def refresh(self, namespaces: Sequence[str] | None = None) -> None:
+        """Take in what another process committed; a writer knows all and has nothing to do.
+
+        Args:
+            namespaces: Only these and the shared ones; None: all that were looked at before.
+        """
         if self._lock is not None:
             return
         with self._guard:
-            for space in list(self._spaces.values()):
+            chosen = self._spaces if namespaces is None else (*namespaces, *self._root.shared)
+            for space in [self._spaces[name] for name in chosen if name in self._spaces]:
                 try:
                     space.refresh()
                 except DatastoreCorruptError as error:

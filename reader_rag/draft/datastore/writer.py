@@ -412,6 +412,7 @@ class Writer(Namespace):
         )
         new = replace(self.manifest, generation=self.manifest.generation + 1, segments=entries, **changes)  # type: ignore[arg-type]
         try:
+            self._files.sync_folder(self.folder)  # what the manifest names must outlast it
             write_manifest(self._files, self.folder, new)
         except OSError:
             # It may have been replaced before something failed: then that is the state from now on.
