@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import site
 import sys
@@ -26,8 +27,8 @@ def text_files() -> list[Path]:
     places = [paths["purelib"], paths["platlib"], paths["stdlib"], *site.getsitepackages(), *sys.path[1:], *_SYSTEM]
     found: set[Path] = set()
     for place in dict.fromkeys(Path(place).resolve() for place in places if place):
-        for folder, _, names in place.walk() if sys.version_info >= (3, 12) else _walk(place):
-            found.update(folder / name for name in names if Path(name).suffix in _KINDS)
+        for folder, _, names in os.walk(place):
+            found.update(Path(folder, name) for name in names if Path(name).suffix in _KINDS)
     files = sorted(found)
     random.Random(0).shuffle(files)
     return files
@@ -48,10 +49,3 @@ def texts() -> Iterator[tuple[str, str]]:
         if digest not in seen:
             seen.add(digest)
             yield str(path), text
-
-
-def _walk(place: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    import os
-
-    for folder, folders, names in os.walk(place):
-        yield Path(folder), folders, names

@@ -16,7 +16,7 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from numba import carray, config, njit, types  # type: ignore[attr-defined]
+from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
 LONGEST = 64
@@ -32,6 +32,10 @@ _FIRST, _LAST, _FROM, _TO, _LEFT, _RIGHT = range(6)
 # The places found at one match length, left and right of those found before.
 _A, _B, _C, _D = range(6, 10)
 STATE_ROWS = 10
+
+_ZERO: Any = np.int64(0)
+_ONE: Any = np.int64(1)
+"""Numba compiles a function anew for each number that is written out in a call of it."""
 
 _COUNTED = 4096
 """Where documents were removed, up to so many places are looked at one by one."""
@@ -49,37 +53,38 @@ def _address(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-_pointer: Any = (lambda address: ctypes.c_void_p(int(address))) if config.DISABLE_JIT else _address
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def token_at(tokens: Any, i: int) -> int:
+@njit(cache=True, nogil=True, error_model="numpy")
+def token_at(tokens: Any, i: Any) -> Any:
     """Token `i` of a stored text: uint16, uint32, or uint8 with three bytes a token."""
     if tokens.itemsize == 1:
         return np.int64(tokens[3 * i]) | np.int64(tokens[3 * i + 1]) << 8 | np.int64(tokens[3 * i + 2]) << 16
     return np.int64(tokens[i])
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+# Without the compiler a pointer is what ctypes calls one.
+_pointer: Any = _address if hasattr(token_at, "py_func") else (lambda address: ctypes.c_void_p(int(address)))
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def _stored(part: Any, like: Any) -> Any:
     """The text of a part."""
     each = 3 if like.itemsize == 1 else 1
     return carray(_pointer(part[TOKENS]), (part[SIZE] * each,), like.dtype)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@njit(cache=True, nogil=True, error_model="numpy")
 def _places(part: Any) -> Any:
     return carray(_pointer(part[PLACES]), (part[COUNT],), np.int32)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _position(places: Any, i: int, size: int) -> int:
+@njit(cache=True, nogil=True, error_model="numpy")
+def _position(places: Any, i: Any, size: Any) -> Any:
     """Place `i`, held to the text's bounds."""
     return min(max(np.int64(places[i]), 1), size - 1)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _match(tokens: Any, position: int, query: Any, known: int, depth: int) -> int:
+@njit(cache=True, nogil=True, error_model="numpy")
+def _match(tokens: Any, position: Any, query: Any, known: Any, depth: Any) -> Any:
     """How many tokens before a position equal those of the query, of which `known` are known to."""
     n = known
     depth = min(depth, position)
@@ -92,12 +97,13 @@ def _match(tokens: Any, position: int, query: Any, known: int, depth: int) -> in
 def _search(part: Any, like: Any, query: Any, depth: int, state: Any, k: int) -> None:
     """Find where the query belongs among the places of part `k`; fills its column of the state."""
     tokens, places, size = _stored(part, like), _places(part), part[SIZE]
-    first, last, shared = np.int64(0), np.int64(part[COUNT]), 0
+    first: Any = 0
+    last: Any = part[COUNT]
+    shared = 1 if part[FIRSTS] else 0
     if part[FIRSTS]:
         firsts = carray(_pointer(part[FIRSTS]), (part[VOCABULARY] + 1,), np.int32)
         last = min(max(np.int64(firsts[query[0] + 1]), 0), last)
         first = min(max(np.int64(firsts[query[0]]), 0), last)
-        shared = 1
     low, high, left, right = first, last, shared, shared
     while low < high:
         middle = (low + high) >> 1
@@ -118,7 +124,7 @@ def _edge(tokens: Any, size: int, places: Any, at: int, end: int, step: int, que
     """The last place in a direction, before `end`, that matches `length` tokens, as the one at `at` does."""
     good = at
     while good + step != end and (good + step < end) == (step > 0):
-        if _match(tokens, _position(places, good + step, size), query, 0, length) < length:
+        if _match(tokens, _position(places, good + step, size), query, _ZERO, length) < length:
             break
         good += step
         step *= 2
@@ -127,7 +133,7 @@ def _edge(tokens: Any, size: int, places: Any, at: int, end: int, step: int, que
         bad = end
     while abs(bad - good) > 1:
         middle = (good + bad) >> 1
-        if _match(tokens, _position(places, middle, size), query, 0, length) < length:
+        if _match(tokens, _position(places, middle, size), query, _ZERO, length) < length:
             bad = middle
         else:
             good = middle
@@ -135,7 +141,7 @@ def _edge(tokens: Any, size: int, places: Any, at: int, end: int, step: int, que
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _widen(part: Any, like: Any, query: Any, length: int, state: Any, k: int) -> int:
+def _widen(part: Any, like: Any, query: Any, length: int, state: Any, k: int) -> Any:
     """Take in all places of part `k` that match `length` tokens.
 
     Returns:
@@ -149,21 +155,21 @@ def _widen(part: Any, like: Any, query: Any, length: int, state: Any, k: int) ->
         state[_LEFT, k] = state[_RIGHT, k] = 0
     else:
         if state[_LEFT, k] == length:
-            new_start = _edge(tokens, size, places, start - 1, first - 1, -1, query, length)
+            new_start = _edge(tokens, size, places, start - 1, first - 1, -_ONE, query, length)
             state[_LEFT, k] = 0
             if new_start > first:
-                state[_LEFT, k] = _match(tokens, _position(places, new_start - 1, size), query, 0, length - 1)
+                state[_LEFT, k] = _match(tokens, _position(places, new_start - 1, size), query, _ZERO, length - 1)
         if state[_RIGHT, k] == length:
-            new_stop = _edge(tokens, size, places, stop, last, 1, query, length) + 1
+            new_stop = _edge(tokens, size, places, stop, last, _ONE, query, length) + 1
             state[_RIGHT, k] = 0
             if new_stop < last:
-                state[_RIGHT, k] = _match(tokens, _position(places, new_stop, size), query, 0, length - 1)
+                state[_RIGHT, k] = _match(tokens, _position(places, new_stop, size), query, _ZERO, length - 1)
     state[_A, k], state[_B, k], state[_C, k], state[_D, k] = new_start, start, stop, new_stop
     state[_FROM, k], state[_TO, k] = new_start, new_stop
     return (start - new_start) + (new_stop - stop)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@njit(cache=True, nogil=True, error_model="numpy")
 def _is_dead(part: Any, position: int) -> bool:
     """Whether a position lies in a removed document."""
     ranges = carray(_pointer(part[DEAD]), (part[DEAD_COUNT], 2), np.int64)
@@ -278,7 +284,7 @@ def collect(
         of occurrences, those removed are counted, too.
     """
     query = np.empty(LONGEST, np.int64)
-    depth = 0
+    depth: Any = _ZERO
     while depth < min(length, LONGEST) and 0 <= sequence[length - 1 - depth] < separator:
         query[depth] = sequence[length - 1 - depth]
         depth += 1
@@ -293,14 +299,14 @@ def collect(
         removed = removed or parts[k, DEAD_COUNT] > 0
 
     most = origins.shape[1]
-    found = longest = occurrences = 0
+    found = longest = occurrences = _ZERO
     while found < most:
-        level = 0
+        level = _ZERO
         for k in range(count):
             level = max(level, state[_LEFT, k], state[_RIGHT, k])
         if level < least:
             break
-        total = 0
+        total = _ZERO
         for k in range(count):
             if max(state[_LEFT, k], state[_RIGHT, k]) == level:
                 total += _widen(parts[k], like, query, level, state, k)

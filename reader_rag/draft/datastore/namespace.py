@@ -159,6 +159,14 @@ class Namespace:
             place = self.locate(name)
             return None if place is None else int(place[0].part.digests[place[1]])
 
+    def read(self, name: str) -> NDArray[np.int64] | None:
+        """The tokens of a document; None: there is none of that name."""
+        with self.lock:
+            if name in self.live.documents:
+                return self.identity.width.unpack(self.live.documents[name].stored)
+            place = self.locate(name)
+            return None if place is None else self.identity.width.unpack(place[0].part.stored(place[1]))
+
     def names(self) -> list[str]:
         """The names of all documents."""
         with self.lock:

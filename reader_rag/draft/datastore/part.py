@@ -92,7 +92,7 @@ class Part:
         tokens: The stored text: a separator, then each document and a separator.
         places: int32, see `kernels`.
         firsts: int32 [vocabulary + 1], see `kernels.find_firsts`; empty in small parts.
-        starts: int64 [documents + 1], where each document begins; the last one: where the text ends.
+        starts: uint32 [documents + 1], where each document begins; the last one: where the text ends.
         names: Of the documents.
         digests: uint64 [documents].
         added: uint32 [documents].
@@ -104,7 +104,7 @@ class Part:
     tokens: NDArray[Any]
     places: NDArray[np.int32]
     firsts: NDArray[np.int32]
-    starts: NDArray[np.int64]
+    starts: NDArray[np.uint32]
     names: Names
     digests: NDArray[np.uint64]
     added: NDArray[np.uint32]
@@ -124,7 +124,7 @@ class Part:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """int64 [documents], tokens of each."""
-        return np.diff(self.starts) - 1
+        return np.diff(self.starts).astype(np.int64) - 1
 
     def stored(self, k: int) -> NDArray[Any]:
         """The tokens of document `k`, stored; a view."""
@@ -201,7 +201,7 @@ def merge_parts(
     shifts = np.full(part.documents, -1, np.int64)
     shifts[keep] = part.starts[:-1][keep] - starts[:-1]
     places = np.empty(len(part.places), np.int32)
-    number = kernels.keep_places(part.places, np.array(part.starts[:-1]), shifts, places)
+    number = kernels.keep_places(part.places, part.starts[:-1].astype(np.int64), shifts, places)
     return _sorted(width, vocabulary, tokens, starts, *tables, places=np.array(places[:number]))
 
 
@@ -224,4 +224,4 @@ def _sorted(
     firsts = np.zeros(vocabulary + 1 if size >= _TABLE_PAYS * vocabulary else 0, np.int32)
     if len(firsts):
         kernels.find_firsts(tokens, size, width.separator, firsts)
-    return Part(width, tokens, places, firsts, starts, names, digests, added, used)
+    return Part(width, tokens, places, firsts, starts.astype(np.uint32), names, digests, added, used)

@@ -34,7 +34,7 @@ _ALIGNED = 64
 _BODY = ("tokens", "places")
 _TABLES = {
     "firsts": "<i4",
-    "starts": "<i8",
+    "starts": "<u4",
     "name_text": "u1",
     "name_ends": "<u4",
     "name_order": "<i4",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -17,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.draft.datastore.files import Files, writing
-from reader_rag.draft.datastore.manifest import Root, read_root, write_root
+from reader_rag.draft.datastore.manifest import MANIFEST, Root, read_root, write_root
 from reader_rag.draft.datastore.namespace import Namespace, folder_of, name_in
 from reader_rag.draft.datastore.part import Document
-from reader_rag.draft.datastore.segment import Identity, verify_segment
+from reader_rag.draft.datastore.report import Damage, NamespaceStats, find_damage, measure
+from reader_rag.draft.datastore.segment import Identity
 from reader_rag.draft.datastore.settings import DatastoreSettings
 from reader_rag.draft.datastore.upkeep import Upkeep
 from reader_rag.draft.datastore.view import View
@@ -43,48 +43,6 @@ ROOT = "datastore.json"
 LOCK = "writer.lock"
 
 _SEGMENT_TOKENS = 1 << 25
-
-
-@dataclass(frozen=True)
-class NamespaceStats:
-    """What a namespace holds.
-
-    Attributes:
-        documents: Documents that can be found.
-        tokens: Of them.
-        segments: Files of sorted text.
-        live_tokens: Tokens that are in the log and in memory.
-        removed_tokens: Tokens of removed documents that are still in segments.
-        bytes: On the disk.
-        shared: Whether every request sees it.
-        damaged: What cannot be read, in words.
-    """
-
-    documents: int
-    tokens: int
-    segments: int
-    live_tokens: int
-    removed_tokens: int
-    bytes: int
-    shared: bool
-    damaged: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Damage:
-    """Something that is not what was written.
-
-    Attributes:
-        namespace: Where.
-        file: Which file.
-        what: What is wrong, in words.
-        documents: Those that are known to be concerned.
-    """
-
-    namespace: str
-    file: str
-    what: str
-    documents: tuple[str, ...] = ()
 
 
 class Datastore:
@@ -319,6 +277,11 @@ class Datastore:
         space = self._space(namespace)
         return space is not None and space.digest_of(document) is not None
 
+    def read(self, document: str, *, namespace: str = "") -> NDArray[np.int64] | None:
+        """int64 [n], the tokens of a document; None: there is none of that name."""
+        space = self._space(namespace)
+        return None if space is None else space.read(document)
+
     def documents(self, *, namespace: str = "") -> list[str]:
         """The names of all documents of a namespace."""
         space = self._space(namespace)
@@ -364,8 +327,8 @@ class Datastore:
         Returns:
             A view that follows changes of this process at once. Those of others are taken in now, and by `refresh`.
         """
-        self.refresh()
         names = tuple(dict.fromkeys(namespaces))
+        self.refresh(names)
         held: tuple[int, tuple[Namespace, ...]] = (-1, ())
 
         def resolve() -> tuple[int, tuple[Namespace, ...]]:
@@ -380,12 +343,17 @@ class Datastore:
 
         return View(resolve, self._identity)
 
-    def refresh(self) -> None:
-        """Take in what another process committed; a writer knows all and has nothing to do."""
+    def refresh(self, namespaces: Sequence[str] | None = None) -> None:
+        """Take in what another process committed; a writer knows all and has nothing to do.
+
+        Args:
+            namespaces: Only these and the shared ones; None: all that were looked at before.
+        """
         if self._lock is not None:
             return
         with self._guard:
-            for space in list(self._spaces.values()):
+            chosen = self._spaces if namespaces is None else (*namespaces, *self._root.shared)
+            for space in [self._spaces[name] for name in chosen if name in self._spaces]:
                 try:
                     space.refresh()
                 except DatastoreCorruptError as error:
@@ -435,20 +403,12 @@ class Datastore:
         Returns:
             What is damaged; empty: nothing is.
         """
-        found = []
+        found: list[Damage] = []
+        readable = set()
         for name in self.namespaces():
+            readable.add(folder_of(name))
             space = self._space(name)
-            if space is None:
-                continue
-            with space.lock:
-                damaged, segments = list(space.damaged), list(space.segments)
-            found += [Damage(name, "", what) for what in damaged]
-            for held in segments:
-                with contextlib.suppress(FileNotFoundError):  # merged meanwhile
-                    for bad in verify_segment(space.folder / held.part.file, held.part):
-                        what = f"bytes {bad.start} to {bad.stop} of its {bad.table}"
-                        found.append(Damage(name, held.part.file, what, bad.documents))
-        readable = {folder_of(name) for name in self.namespaces()}
+            found += [] if space is None else find_damage(name, space)
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith("ns-") and path.name not in readable:
                 found.append(Damage("", path.name, "its manifest cannot be read"))
@@ -456,23 +416,8 @@ class Datastore:
 
     def stats(self) -> dict[str, NamespaceStats]:
         """What each namespace holds."""
-        report = {}
-        for name in self.namespaces():
-            space = self._space(name)
-            if space is None:
-                continue
-            with space.lock:
-                report[name] = NamespaceStats(
-                    documents=space.documents,
-                    tokens=space.tokens,
-                    segments=len(space.segments),
-                    live_tokens=space.live.tokens,
-                    removed_tokens=sum(held.tokens_of(held.dead) for held in space.segments),
-                    bytes=sum(path.stat().st_size for path in space.folder.rglob("*") if path.is_file()),
-                    shared=name in self._root.shared,
-                    damaged=(*space.damaged, *(f"{file} was set aside" for file in space.manifest.damaged)),
-                )
-        return report
+        spaces = {name: self._space(name) for name in self.namespaces()}
+        return {name: measure(space, name in self._root.shared) for name, space in spaces.items() if space is not None}
 
     def close(self, *, commit: bool = True) -> None:
         """Commit, end what runs in the background, and let others write.
@@ -587,16 +532,14 @@ class Datastore:
             return space
 
     def _clean(self) -> None:
-        """Take off the disk what is left of namespaces that were removed."""
+        """Take off the disk what is left of namespaces that were removed, or never quite made."""
         if self._lock is None:
             return
         for path in list(self.folder.iterdir()):
-            if path.name.startswith(GONE):
+            unmade = path.name.startswith("ns-") and not (path / MANIFEST).exists() and not any(path.glob("*.seg"))
+            if unmade or path.name.startswith(GONE):
                 with writing(self.folder):
                     self._files.remove_folder(path)
-            elif path.name.startswith("ns-") and not any(path.iterdir()):
-                with contextlib.suppress(OSError):
-                    path.rmdir()
 
 
 def _locked(folder: Path) -> Any:

@@ -412,6 +412,7 @@ class Writer(Namespace):
         )
         new = replace(self.manifest, generation=self.manifest.generation + 1, segments=entries, **changes)  # type: ignore[arg-type]
         try:
+            self._files.sync_folder(self.folder)  # what the manifest names must outlast it
             write_manifest(self._files, self.folder, new)
         except OSError:
             # It may have been replaced before something failed: then that is the state from now on.
@@ -459,12 +460,14 @@ def remove_folder(files: Files, folder: Path, gone: Callable[[], None] = lambda:
         gone: Called when it is decided.
     """
     target = folder.with_name(GONE + folder.name)
-    if target.exists():
-        files.remove_folder(target)
-    files.rename(folder, target)
+    if folder.exists():
+        if target.exists():
+            files.remove_folder(target)
+        files.rename(folder, target)
     gone()
     files.sync_folder(target.parent)
-    files.remove_folder(target)
+    if target.exists():
+        files.remove_folder(target)
 
 
 def _carry_over(
