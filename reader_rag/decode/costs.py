@@ -20,7 +20,7 @@ from reader_rag.decode import cost_kernels as kernels
 from reader_rag.decode.step import AnyTarget
 from reader_rag.draft.tree import DraftTree
 
-_VERSION = 2
+_VERSION = 3
 """Of the remembered file; raise it when a step computes otherwise than before."""
 _ROWS = (1, 8, 4, 16, 2, 32, 5, 9, 17, 64, 3, 12, 13, 24, 48, 128)
 """Sizes that are timed, in this order: the first five say most. The odd ones stand where blocks of rows begin."""
