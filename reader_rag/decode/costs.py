@@ -20,7 +20,7 @@ from reader_rag.decode import cost_kernels as kernels
 from reader_rag.decode.step import AnyTarget
 from reader_rag.draft.tree import DraftTree
 
-_VERSION = 2
+_VERSION = 3
 """Of the remembered file; raise it when a step computes otherwise than before."""
 _ROWS = (1, 8, 4, 16, 2, 32, 5, 9, 17, 64, 3, 12, 13, 24, 48, 128)
 """Sizes that are timed, in this order: the first five say most. The odd ones stand where blocks of rows begin."""
@@ -29,18 +29,20 @@ _CONTEXTS = (64, 1024)
 _FAR_ROWS = (1, 8, 32)
 _MOST_ROWS = 512
 """Positions of a pass over several texts that a cost is known for, beyond what is measured in proportion."""
-_BUDGET_S, _LEAST_STEPS = 2.0, 5
-_ONCE = 3.0
+_BUDGET_S, _LEAST_STEPS = 3.0, 5
+_ONCE = 2.5
 """Sizes that take this many times as long as a plain step are timed once only."""
 _LOAD_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.02
 """Weights of a step in how busy the machine is, which all sizes have in common, and in the cost of its own size."""
+_TRIED_WEIGHT = 0.25
+"""Weight in the cost of its own size of a step of a size that is only tried: there are few of them."""
 _WRONG_WEIGHT = 0.5
 """Weight in the cost of its own size of a step that took less than half the time: it was measured in a bad moment."""
 _EXPLORE_EVERY, _EXPLORE_NODES = 48, 3
 """After so many drafts in a row that did not pay a small one is tried all the same, so that a bad measurement is found
 out."""
 _WIDEN_EVERY = 32
-"""One draft in so many is verified to twice its size, for the same reason."""
+"""One draft in so many is verified to the next measured size, for the same reason."""
 _REST_AFTER, _DRAFT_EVERY = 16, 4
 """After so many plain steps in a row, one step in so many makes a draft at all."""
 
@@ -71,10 +73,11 @@ class StepCosts:
         self._most_rows = max(int(self._rows[-1]), _MOST_ROWS)
         self._load = 0.0
         self._plain_in_a_row = self._drafts = 0
+        self._tries = False
 
     @classmethod
     def measure(cls, target: AnyTarget, max_nodes: int) -> StepCosts:
-        """Time steps of the target, for two seconds or five steps, whichever is longer.
+        """Time steps of the target, for three seconds or five steps, whichever is longer.
 
         The least time of a few rounds counts: on a shared machine the others tell of the neighbours.
 
@@ -155,7 +158,9 @@ class StepCosts:
         if error > math.log(10):
             return
         self._load += _LOAD_WEIGHT * max(error, -1.0)
-        weight = _WRONG_WEIGHT if error < -math.log(2) else _SHAPE_WEIGHT
+        usual = _TRIED_WEIGHT if self._tries else _SHAPE_WEIGHT
+        self._tries = False
+        weight = _WRONG_WEIGHT if error < -math.log(2) else usual
         right = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         left = max(right - 1, 0)
         span = self._rows[right] - self._rows[left]
@@ -196,19 +201,24 @@ class StepCosts:
         fortunes = np.ones(texts) if lucks is None else np.array(lucks)
         times = self.seconds(sum(contexts) // texts)
         size, most = kernels.rank(probabilities, depths, stops, fortunes, padded, times, owners)
-        nodes = np.bincount(owners[: self._tried(size, most)], minlength=texts)
+        nodes = np.bincount(owners[: self._tried(size, most, texts)], minlength=texts)
         if padded:
             return [min(len(tree), int(nodes.max())) for tree in trees]
         return [int(count) for count in nodes]
 
-    def _tried(self, size: int, most: int) -> int:
-        """The size that is tried where `size` of at most `most` nodes pays: now and then another."""
+    def _tried(self, size: int, most: int, texts: int) -> int:
+        """The nodes that are tried where `size` of at most `most` pay: now and then others."""
         if size:
             self._drafts += 1
             self._plain_in_a_row = 0
-            return size if self._drafts % _WIDEN_EVERY else min(2 * size + 1, most)
+            self._tries = not self._drafts % _WIDEN_EVERY
+            if not self._tries:
+                return size
+            wider = int(np.searchsorted(self._rows, texts + size, side="right"))
+            return min(int(self._rows[wider]) - texts if wider < len(self._rows) else 2 * size, most)
         self._plain_in_a_row += bool(most)
-        if self._plain_in_a_row > _EXPLORE_EVERY:
+        self._tries = self._plain_in_a_row > _EXPLORE_EVERY
+        if self._tries:
             self._plain_in_a_row = 0
             return min(most, _EXPLORE_NODES)
         return size

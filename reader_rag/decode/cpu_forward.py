@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from reader_rag.decode import cpu_kernels as kernels
 from reader_rag.decode.cache import TreeCache
+from reader_rag.decode.lanes import LANES
 from reader_rag.draft.tree import DraftTree
 
 Array = NDArray[Any]
@@ -289,6 +290,7 @@ def _is_known(model: PreTrainedModel) -> bool:
         and getattr(config, "hidden_act", None) == "silu"
         and not getattr(config, "sliding_window", None)
         and rotation.get("rope_type", "default") in _ROTATIONS
+        and not _head_width(config) % LANES
         and all(type(module).__module__.startswith(_HOMES) for module in model.modules())
         and not any(
             module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
@@ -296,6 +298,10 @@ def _is_known(model: PreTrainedModel) -> bool:
         )
         and all(parameter.device.type == "cpu" for parameter in model.parameters())
     )
+
+
+def _head_width(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _widened(values: Array) -> Array:

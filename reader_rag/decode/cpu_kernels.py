@@ -22,6 +22,10 @@ import numpy as np
 from numba import carray, njit, prange, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic, overload
 
+from reader_rag.decode import lanes as lanes_of_numba
+
+lanes: Any = lanes_of_numba  # in kernels its operations take no compiler's context
+
 ROWS_AT_ONCE = 4
 """Rows of a block; arrays of activations have a multiple of it."""
 
@@ -182,80 +186,6 @@ def _exp(x: Any) -> Any:
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _greatest(row: Any) -> Any:
-    """The maximum; four at a time, since one at a time waits for the one before."""
-    m0 = m1 = m2 = m3 = row[0]
-    whole = row.shape[0] // 4 * 4
-    for k in range(0, whole, 4):
-        m0 = row[k] if row[k] > m0 else m0
-        m1 = row[k + 1] if row[k + 1] > m1 else m1
-        m2 = row[k + 2] if row[k + 2] > m2 else m2
-        m3 = row[k + 3] if row[k + 3] > m3 else m3
-    for k in range(whole, row.shape[0]):
-        m0 = row[k] if row[k] > m0 else m0
-    return max(max(m0, m1), max(m2, m3))
-
-
-@njit(cache=True, fastmath=_LANES, error_model="numpy", nogil=True)
-def _total(row: Any) -> Any:
-    total = np.float32(0)
-    for value in row:
-        total += value
-    return total
-
-
-@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
-def _exponentials(scores: Any) -> Any:
-    """Softmax without its division: the scores become e**(score - greatest); returns their sum."""
-    greatest = _greatest(scores)
-    for k in range(scores.shape[0]):
-        scores[k] = _exp(scores[k] - greatest)
-    return _total(scores)
-
-
-@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
-def _add_weighted(w: Any, u: Any, values: Any, count: Any, out_w: Any, out_u: Any) -> None:
-    """`out_w += w @ values` and `out_u += u @ values` over `count` positions, a multiple of 8, in their order."""
-    for s in range(0, count, 8):
-        w0, w1, w2, w3, w4, w5, w6, w7 = w[s], w[s + 1], w[s + 2], w[s + 3], w[s + 4], w[s + 5], w[s + 6], w[s + 7]
-        u0, u1, u2, u3, u4, u5, u6, u7 = u[s], u[s + 1], u[s + 2], u[s + 3], u[s + 4], u[s + 5], u[s + 6], u[s + 7]
-        for d in range(out_w.shape[0]):
-            a, b = out_w[d], out_u[d]
-            v = widen(values[s, d])
-            a += w0 * v
-            b += u0 * v
-            v = widen(values[s + 1, d])
-            a += w1 * v
-            b += u1 * v
-            v = widen(values[s + 2, d])
-            a += w2 * v
-            b += u2 * v
-            v = widen(values[s + 3, d])
-            a += w3 * v
-            b += u3 * v
-            v = widen(values[s + 4, d])
-            a += w4 * v
-            b += u4 * v
-            v = widen(values[s + 5, d])
-            a += w5 * v
-            b += u5 * v
-            v = widen(values[s + 6, d])
-            a += w6 * v
-            b += u6 * v
-            v = widen(values[s + 7, d])
-            a += w7 * v
-            b += u7 * v
-            out_w[d], out_u[d] = a, b
-
-
-@njit(cache=True, fastmath=_FUSED, error_model="numpy", nogil=True)
-def _add_weighted_one(weight: Any, value: Any, out: Any) -> None:
-    """`out += weight * value`."""
-    for d in range(out.shape[0]):
-        out[d] += weight * widen(value[d])
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
 def _two_streams(pair: Any, features: Any) -> Any:
     """The two features that are computed together, one of each half of the layer.
 
@@ -405,15 +335,71 @@ def _rotate(head: Any, norm: Any, epsilon: Any, cos: Any, sin: Any, like: Any) -
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _score(keys: Any, slots: Any, start: Any, stop: Any, scale: Any, queries: Any, out: Any) -> None:
-    """Scores of four queries at the positions `start` (even) to `stop`, whose keys lie at `slots[position]`."""
-    for n in range(start, stop, 2):
-        m = min(n + 1, stop - 1)
-        a0, a1, a2, a3, b0, b1, b2, b3 = _products(
-            keys[slots[n]], keys[slots[m]], queries[0], queries[1], queries[2], queries[3]
-        )
-        out[0, m], out[1, m], out[2, m], out[3, m] = scale * b0, scale * b1, scale * b2, scale * b3
-        out[0, n], out[1, n], out[2, n], out[3, n] = scale * a0, scale * a1, scale * a2, scale * a3
+def _two_scores(keys: Any, n: Any, m: Any, queries: Any, scale: Any) -> Any:
+    """Lanes: the scores of four queries for key `n`, then for key `m`."""
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = lanes.spread(np.float32(0))
+    for d in range(0, queries.shape[1], 8):
+        a, b = lanes.load(keys, n, d), lanes.load(keys, m, d)
+        q0, q1 = lanes.load(queries, 0, d), lanes.load(queries, 1, d)
+        a0, a1 = lanes.multiply_add(a, q0, a0), lanes.multiply_add(a, q1, a1)
+        b0, b1 = lanes.multiply_add(b, q0, b0), lanes.multiply_add(b, q1, b1)
+        q2, q3 = lanes.load(queries, 2, d), lanes.load(queries, 3, d)
+        a2, a3 = lanes.multiply_add(a, q2, a2), lanes.multiply_add(a, q3, a3)
+        b2, b3 = lanes.multiply_add(b, q2, b2), lanes.multiply_add(b, q3, b3)
+    return lanes.multiply(lanes.sums(a0, a1, a2, a3, b0, b1, b2, b3), lanes.spread(scale))
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _exponential(x: Any) -> Any:
+    """`_exp` of Lanes."""
+    x = lanes.clamp(x, lanes.spread(np.float32(-87.0)), lanes.spread(np.float32(88.0)))
+    scaled = lanes.multiply_add(x, lanes.spread(np.float32(1.44269504)), lanes.spread(np.float32(0.5)))
+    n = lanes.floor(scaled)
+    r = lanes.multiply_add(n, lanes.spread(np.float32(-0.693359375)), x)
+    r = lanes.multiply_add(n, lanes.spread(np.float32(2.12194440e-4)), r)
+    p = lanes.spread(np.float32(1.9875691500e-4))
+    p = lanes.multiply_add(p, r, lanes.spread(np.float32(1.3981999507e-3)))
+    p = lanes.multiply_add(p, r, lanes.spread(np.float32(8.3334519073e-3)))
+    p = lanes.multiply_add(p, r, lanes.spread(np.float32(4.1665795894e-2)))
+    p = lanes.multiply_add(p, r, lanes.spread(np.float32(1.6666665459e-1)))
+    p = lanes.multiply_add(p, r, lanes.spread(np.float32(5.0000001201e-1)))
+    p = lanes.add(lanes.multiply_add(lanes.multiply(p, r), r, r), lanes.spread(np.float32(1)))
+    return lanes.multiply(p, lanes.power_of_two(n))
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _mix(weights: Any, values: Any, out: Any) -> None:
+    """`out = weights @ values` of four queries, over the positions in their order.
+
+    Args:
+        weights: float32 [pairs, 8], of two positions for each of the queries.
+        values: [>= 2 * pairs, width], width a multiple of 8.
+        out: float32 [4, width].
+    """
+    zero = lanes.spread(np.float32(0))
+    width = values.shape[1]
+    for d in range(0, width, 16):
+        e = min(d + 8, width - 8)  # the last eight may be computed twice
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zero
+        for p in range(weights.shape[0]):
+            for side in range(2):
+                v, u = lanes.load(values, 2 * p + side, d), lanes.load(values, 2 * p + side, e)
+                w = lanes.spread(weights[p, 4 * side])
+                a0, b0 = lanes.multiply_add(w, v, a0), lanes.multiply_add(w, u, b0)
+                w = lanes.spread(weights[p, 4 * side + 1])
+                a1, b1 = lanes.multiply_add(w, v, a1), lanes.multiply_add(w, u, b1)
+                w = lanes.spread(weights[p, 4 * side + 2])
+                a2, b2 = lanes.multiply_add(w, v, a2), lanes.multiply_add(w, u, b2)
+                w = lanes.spread(weights[p, 4 * side + 3])
+                a3, b3 = lanes.multiply_add(w, v, a3), lanes.multiply_add(w, u, b3)
+        lanes.store(out, 0, d, a0)
+        lanes.store(out, 1, d, a1)
+        lanes.store(out, 2, d, a2)
+        lanes.store(out, 3, d, a3)
+        lanes.store(out, 0, e, b0)
+        lanes.store(out, 1, e, b1)
+        lanes.store(out, 2, e, b2)
+        lanes.store(out, 3, e, b3)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -431,44 +417,74 @@ def _attend_four(
     values: Any,
     out: Any,
 ) -> None:
-    """Attention of four queries of key head `h`; query n is head `n % group` of the group in row `n // group`."""
-    width, positions = keys.shape[1], committed + paths.shape[1]
+    """Attention of four queries of key head `h`; query n is head `n % group` of the group in row `n // group`.
+
+    The positions that all four see are taken two at a time, lane `4 * (position % 2) + query`; what is left, the end of
+    each query's own path, follows query by query. Each position adds the same numbers to the same lane either way.
+    """
+    width, pairs = keys.shape[1], committed // 2
     count = min(4, queries - first)
-    four = np.zeros((4, width), np.float32)
+    four, mixed = np.zeros((4, width), np.float32), np.empty((4, width), np.float32)
     for j in range(count):
         row, column = (first + j) // group, (h * group + (first + j) % group) * width
         for d in range(width):
             four[j, d] = q[row, column + d]
-    slots = np.arange(positions)
-    scores, tail = np.empty((4, positions), np.float32), np.empty((4, positions), np.float32)
-    sums = np.empty(4, np.float32)
-    # The committed positions for all four, then what is left of each one's path. All of it runs through one call: the
-    # compiler makes of one call one loop, which sums a key's products in one order, be it committed or drafted.
-    for part in range(count + 1):
-        j = part - 1
-        start, stop, target = 0, committed, scores
-        if part:
-            row = (first + j) // group
-            start, stop, target = committed // 2 * 2, committed + depths[row] + 1, tail
-            for t in range(depths[row] + 1):
-                slots[committed + t] = committed + paths[row, t]
-        _score(keys, slots, start, stop, scale, four, target)
-        if part:
-            for n in range(committed, stop):
-                scores[j, n] = tail[j, n]
-            sums[j] = _exponentials(scores[j, :stop])
-    mixed = np.zeros((4, width), np.float32)
-    whole = committed // 8 * 8
-    _add_weighted(scores[0], scores[1], values, whole, mixed[0], mixed[1])
-    _add_weighted(scores[2], scores[3], values, whole, mixed[2], mixed[3])
+    weights, eight = np.empty((pairs, 8), np.float32), np.zeros((1, 8), np.float32)
+    greatest = lanes.spread(np.float32(-np.inf))
+    for p in range(pairs):
+        scores = _two_scores(keys, 2 * p, 2 * p + 1, four, scale)
+        lanes.store(weights, p, 0, scores)
+        greatest = lanes.maximum(greatest, scores)
+    lanes.store(eight, 0, 0, greatest)
+
+    longest = paths.shape[1] + 1
+    slots = np.empty(longest, np.int64)
+    near, ends = np.empty((longest // 2 + 1, 8), np.float32), np.zeros((4, longest + 8), np.float32)
+    for j in range(count):
+        row = (first + j) // group
+        length = committed % 2 + depths[row] + 1
+        if j == 0 or (first + j) % group == 0:  # the queries of a row see the same
+            _slots_of(committed, paths[row], length, slots)
+            for t in range(0, length, 2):
+                scores = _two_scores(keys, slots[t], slots[min(t + 1, length - 1)], four, scale)
+                lanes.store(near, t // 2, 0, scores)
+        top = max(eight[0, j], eight[0, 4 + j])
+        for t in range(length):
+            ends[j, t] = near[t // 2, 4 * (t % 2) + j]
+            top = max(top, ends[j, t])
+        eight[0, j] = eight[0, 4 + j] = top
+
+    greatest, total = lanes.load(eight, 0, 0), lanes.spread(np.float32(0))
+    for p in range(pairs):
+        exponential = _exponential(lanes.subtract(lanes.load(weights, p, 0), greatest))
+        lanes.store(weights, p, 0, exponential)
+        total = lanes.add(total, exponential)
+    tops = eight.copy()
+    lanes.store(eight, 0, 0, total)
+    _mix(weights, values, mixed)
     for j in range(count):
         row, column = (first + j) // group, (h * group + (first + j) % group) * width
-        for n in range(whole, committed):
-            _add_weighted_one(scores[j, n], values[n], mixed[j])
-        for t in range(depths[row] + 1):
-            _add_weighted_one(scores[j, committed + t], values[committed + paths[row, t]], mixed[j])
+        length = committed % 2 + depths[row] + 1
+        _slots_of(committed, paths[row], length, slots)
+        for t in range(0, length, 8):
+            ahead = lanes.subtract(lanes.load(ends, j, t), lanes.spread(tops[0, j]))
+            lanes.store(ends, j, t, _exponential(ahead))
+        for t in range(length):
+            eight[0, j + 4 * (t % 2)] += ends[j, t]
+            weight = lanes.spread(ends[j, t])
+            for d in range(0, width, 8):
+                sum_so_far = lanes.load(mixed, j, d)
+                lanes.store(mixed, j, d, lanes.multiply_add(weight, lanes.load(values, slots[t], d), sum_so_far))
         for d in range(width):
-            out[row, column + d] = rounded(mixed[j, d] / sums[j], values)
+            out[row, column + d] = rounded(mixed[j, d] / (eight[0, j] + eight[0, 4 + j]), values)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _slots_of(committed: Any, path: Any, length: Any, slots: Any) -> None:
+    """Where the last `length` positions of a path lie: an odd last one of the committed, then the path's rows."""
+    odd = committed % 2
+    for t in range(length):
+        slots[t] = committed - 1 if t < odd else committed + path[t - odd]
 
 
 @intrinsic

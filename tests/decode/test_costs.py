@@ -125,6 +125,17 @@ def test_a_bad_measurement_is_found_out() -> None:
     assert sizes[-1] == 4
 
 
+def test_the_next_size_is_tried_in_case_it_was_measured_in_a_bad_moment() -> None:
+    costs = StepCosts([1, 2, 3, 4, 5], [1.0, 1.0, 1.1, 1.5, 2.0])
+    tree, sizes = _chain(0.7, 0.49, 0.34, 0.24), []
+    for _ in range(300):
+        sizes.append(_best_size(costs, tree))
+        costs.observe(sizes[-1] + 1, 0, 2.0 if sizes[-1] == 4 else 1.0)
+    assert sizes[:31] == [2] * 31
+    assert sizes[31] == 3
+    assert sizes[-8:].count(3) >= 7
+
+
 def test_where_no_draft_pays_most_steps_go_without_one() -> None:
     costs, rest = StepCosts([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]), Rest()
     drafted = verified = 0

@@ -59,8 +59,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("Mistral", COMMON | {"sliding_window": None}),
-    "qwen2": ("Qwen2", {key: value for key, value in COMMON.items() if key != "head_dim"}),
+    "qwen2": ("Qwen2", {key: value for key, value in COMMON.items() if key != "head_dim"} | {"hidden_size": 48}),
     "qwen3": ("Qwen3", COMMON | {"head_dim": 16}),
+    "heads of 24": ("Llama", COMMON | {"head_dim": 24}),
 }
 UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding window": ("Mistral", COMMON | {"sliding_window": 16}),
@@ -70,6 +71,7 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
         COMMON | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
     "other architecture": ("Gemma", COMMON),
+    "heads that do not fill vectors": ("Llama", COMMON | {"head_dim": 12}),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.008}
 """Relative errors; in 16 bits the model's own differ from its float32 logits by about as much."""
