@@ -407,7 +407,7 @@ class _State:
         self.reading: Iterator[torch.Tensor] = engine.target.read(
             prompt.token_ids[self.reused :],
             self.cache,
-            partial(self.learn_prompt, self.reused) if draft.max_successors else None,
+            partial(self.learn_prompt, self.reused) if draft.max_successors and not engine.crowded else None,
         )
 
     def _restore(self, prompt: Prompt) -> int:
