@@ -48,8 +48,7 @@ def measure_recall(
         for trace in known:
             store.add(*answer_document(trace.prompt, trace.output), namespace=answers_of(""))
         held = store.stats().get(answers_of(""))
-        view = store.view([answers_of("")])
-        runs = [replay(asked, config, best, profile, view=used) for used in (view, None)]
+        runs = [replay(asked, config, best, profile, datastore=used) for used in (store, None)]
     return {
         "documents": held.documents if held else 0,
         "tokens": held.tokens if held else 0,

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from reader_rag.bench.inputs import Trace
 from reader_rag.config import RecallConfig
+from reader_rag.decode.recall import Recollection
 from reader_rag.draft import SOURCES, Calibration, ContextIndex, DraftTree, Place, SuccessorTable, TreeBuilder
-from reader_rag.draft.datastore import Cursor, View
+from reader_rag.draft.builder import NOTHING_STORED
+from reader_rag.draft.datastore import Datastore
 from reader_rag.draft.profile import Profile
 from reader_rag.draft.tree import STORED, SUCCESSOR
 from reader_rag.errors import ConfigError
@@ -153,7 +155,7 @@ class Replayer:
         best: The target's best next tokens; a trace without them is drafted without successors.
         profile: What is known of the model beforehand.
         calibration: Starts as this instead of the shipped counts.
-        view: What is searched of a datastore; None: there is none.
+        datastore: Searched too, as requests of no named tenant search it; None: there is none.
     """
 
     def __init__(
@@ -162,10 +164,10 @@ class Replayer:
         best: Best | None = None,
         profile: Profile | None = None,
         calibration: Calibration | None = None,
-        view: View | None = None,
+        datastore: Datastore | None = None,
     ) -> None:
         self.config = config
-        self._view = view
+        self._datastore = datastore
         self._best = best or {}
         self._prior = profile.tokens if profile is not None else None
         self._calibration = calibration
@@ -232,7 +234,7 @@ class Replayer:
         active = self.config.sources
         if trace.id not in self._best:
             active = tuple(source for source in active if source != "successor")
-        if self._view is not None:
+        if self._datastore is not None:
             active = (*active, "datastore")
         together = [active] if self.config.merges or not active else [(source,) for source in active]
         drafters = []
@@ -241,7 +243,7 @@ class Replayer:
                 max_nodes=max(self.config.nodes // max(len(together), 1), 1),
                 min_probability=self.config.min_probability,
                 max_occurrences=256 if "context" in sources else 1,
-                max_stored=_RECALL.max_places,
+                max_stored=2 * _RECALL.max_places,
                 successors=self.successors if "successor" in sources else nothing,
                 calibration=self.calibration,
             )
@@ -252,11 +254,11 @@ class Replayer:
                     index.mark_passage(passage.id, passage.start, passage.stop)
                 else:
                     index.add_passage(passage.id, passage.tokens)
-            cursor = None
-            if self._view is not None and "datastore" in sources:
-                cursor = self._view.cursor(most=_RECALL.max_places, reach=_RECALL.reach, least=_RECALL.least_match)
-                cursor.extend(trace.prompt)
-            drafters.append(_Drafter(builder, index, cursor))
+            recollection = None
+            if self._datastore is not None and "datastore" in sources:
+                recollection = Recollection(self._datastore, "", _RECALL)
+                recollection.extend(trace.prompt)
+            drafters.append(_Drafter(builder, index, recollection))
         return drafters
 
 
@@ -266,20 +268,17 @@ class _Drafter:
 
     builder: TreeBuilder
     index: ContextIndex
-    cursor: Cursor | None
+    recollection: Recollection | None
 
     def build(self) -> DraftTree:
-        if self.cursor is None:
-            return self.builder.build(self.index)
-        found = self.cursor.collect()
-        stored = (self.cursor.tokens, len(self.cursor.tokens), self.cursor.all_places, found)
+        stored = NOTHING_STORED if self.recollection is None else self.recollection.look_up()
         return self.builder.build(self.index, stored=stored)
 
     def follow(self, tokens: Sequence[int]) -> None:
         self.builder.observe(tokens)
         self.index.extend(tokens)
-        if self.cursor is not None:
-            self.cursor.extend(tokens)
+        if self.recollection is not None:
+            self.recollection.extend(tokens)
 
 
 def _best_path(trees: Sequence[DraftTree], ahead: Sequence[int]) -> tuple[int, list[int]]:
@@ -303,14 +302,14 @@ def replay(
     best: Best | None = None,
     profile: Profile | None = None,
     calibration: Calibration | None = None,
-    view: View | None = None,
+    datastore: Datastore | None = None,
 ) -> dict[str, Tally]:
     """Replay traces; arguments as in `Replayer`.
 
     Returns:
         By category.
     """
-    replayer = Replayer(config, best, profile, calibration, view)
+    replayer = Replayer(config, best, profile, calibration, datastore)
     tallies: dict[str, Tally] = {}
     for trace in traces:
         replayer.run(trace, tallies.setdefault(trace.category, Tally()))

@@ -17,7 +17,7 @@ from reader_rag.errors import ConfigError
 if TYPE_CHECKING:
     from reader_rag.bench.inputs import Trace
     from reader_rag.bench.replay import Best, ReplayConfig, Tally
-    from reader_rag.draft.datastore import View
+    from reader_rag.draft.datastore import Datastore
     from reader_rag.draft.profile import Profile
 
 TracesArgument = Annotated[
@@ -50,7 +50,6 @@ def replay(
     peers: Annotated[bool, typer.Option(help="Other training-free drafters, and two oracles, beside ours.")] = False,
     ablation: Annotated[bool, typer.Option(help="Also with each part switched off.")] = False,
     datastore: Annotated[Path | None, typer.Option(help="Folder of a datastore to draft from too.")] = None,
-    tenant: Annotated[str, typer.Option(help="Whose texts in it are searched, besides the shared ones.")] = "",
     plots: Annotated[Path | None, typer.Option(help="Folder for reliability.png and ablation.png.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -65,8 +64,8 @@ def replay(
     if explain is not None:
         _explain(recorded, explain, config, best, known, tokenizer)
         return
-    with opened_view(datastore, tenant) as view:
-        tallies = run(recorded, config, best, known, view=view)
+    with _opened(datastore) as store:
+        tallies = run(recorded, config, best, known, datastore=store)
     report: dict[str, Any] = {
         "nodes": nodes,
         "sources": list(config.sources),
@@ -231,16 +230,14 @@ def reliability(tallies: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def opened_view(folder: Path | None, tenant: str) -> Iterator[View | None]:
-    """What a tenant sees of a datastore; None where there is none."""
+def _opened(folder: Path | None) -> Iterator[Datastore | None]:
     if folder is None:
         yield None
         return
-    from reader_rag.decode.recall import namespaces_of
     from reader_rag.draft.datastore import Datastore
 
     with Datastore.inspect(folder) as store:
-        yield store.view(namespaces_of(tenant))
+        yield store
 
 
 def _read(

@@ -37,6 +37,8 @@ from reader_rag.errors import ConfigError, PromptError
 from reader_rag.model_cache import cache_folder
 
 _UNKNOWN_WINDOW = 1 << 20
+_CROWDED = 1.5
+"""Growth of a pass by a node for each text from which on prompts teach nothing: what good drafts give in tokens."""
 _PREFIX_BYTES_ON_CPU = 256 << 20
 """What the beginnings of texts may take unless told: 12,000 tokens of the default model, 2,000 of an 8B model with
 grouped heads (128 KiB a token), in 16 bits. Memory that all programs of a machine share."""
@@ -403,6 +405,18 @@ class Engine:
             raise ConfigError("a datastore needs a tokenizer, by which it is known to be of this model")
         opened = open_datastore(datastore, self.tokenizer, self._vocabulary, read_only=not config.keeps_answers)
         return Recall(opened, config)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many requests share passes that drafts hardly pay, and what prepares them does not.
+
+        By what a pass takes: on the CPU from a few texts on its time grows with every row, on a GPU much later.
+        """
+        if self.costs is None:
+            return False
+        load = self.busy
+        texts = min(load.running + load.waiting, self.scheduler.max_rows)
+        return texts > 1 and self.costs.growth(texts) > _CROWDED
 
     def _constraint(self, prompt: Prompt, generation: GenerationConfig) -> Constraint | None:
         if generation.grammar is None:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.config import RecallConfig
-from reader_rag.draft.builder import NOTHING_STORED, StoredArrays
-from reader_rag.draft.datastore import Cursor, Datastore
+from reader_rag.draft.builder import StoredArrays
+from reader_rag.draft.datastore import Datastore
 from reader_rag.draft.profile import fingerprint
 from reader_rag.errors import DatastoreError
 
@@ -43,11 +43,6 @@ def passages_of(tenant: str) -> str:
 def texts_of(tenant: str) -> str:
     """The namespace of the corpora that a tenant brought."""
     return f"texts/{tenant}"
-
-
-def namespaces_of(tenant: str) -> tuple[str, ...]:
-    """All that a tenant's requests search, besides what is shared."""
-    return answers_of(tenant), passages_of(tenant), texts_of(tenant)
 
 
 def open_datastore(folder: Path | str, tokenizer: Any, vocabulary: int, *, read_only: bool) -> Datastore:
@@ -100,13 +95,14 @@ class Recall:
             prompt: Its token ids.
         """
         try:
-            view = self.datastore.view(namespaces_of(tenant))
-            cursor = view.cursor(most=self.config.max_places, reach=self.config.reach, least=self.config.least_match)
-            cursor.extend(prompt)
+            recollection = Recollection(self.datastore, tenant, self.config)
+            recollection.extend(prompt)
         except (DatastoreError, OSError):
-            _log.exception("the datastore %s cannot be searched; answers are drafted without it", self.datastore.folder)
+            _log.exception(
+                "the datastore %s cannot be searched: an answer is drafted without it", self.datastore.folder
+            )
             return None
-        return Recollection(cursor)
+        return recollection
 
     def keep(self, tenant: str, prompt: Sequence[int], answer: Sequence[int], used: Counter[tuple[str, str]]) -> None:
         """Keep a finished answer, and note which documents it was copied from; on the disk within seconds.
@@ -197,36 +193,57 @@ class _Keeper:
 
 
 class Recollection:
-    """One request's lookups. Not for several threads at once."""
+    """One request's lookups: in answers of the model, and in other texts. Not for several threads at once.
 
-    def __init__(self, cursor: Cursor) -> None:
-        self._cursor: Cursor | None = cursor
-        self._starts: NDArray[np.int32] = np.zeros(0, np.int32)
+    Short matches say much in what the model wrote itself and little elsewhere, so each is asked for matches of its own
+    least length.
+
+    Args:
+        datastore: Where.
+        tenant: On whose behalf.
+        config: How much is looked up.
+
+    Attributes:
+        used: Accepted tokens by namespace and document.
+    """
+
+    def __init__(self, datastore: Datastore, tenant: str, config: RecallConfig) -> None:
+        most, reach = config.max_places, config.reach
+        answers = datastore.view([answers_of(tenant)], shared=False)
+        others = datastore.view([passages_of(tenant), texts_of(tenant)])
+        self._cursors = (
+            answers.cursor(most=most, reach=reach, least=config.least_match_of_answers),
+            others.cursor(most=most, reach=reach, least=config.least_match),
+        )
+        self._tokens = np.empty(2 * most * (reach + 1), np.int32)
+        self._places = np.empty((2, 2 * most), np.int32)
         self.used: Counter[tuple[str, str]] = Counter()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Follow emitted tokens."""
-        if self._cursor is not None:
-            self._cursor.extend(tokens)
+        """Follow tokens of the request."""
+        for cursor in self._cursors:
+            cursor.extend(tokens)
 
     def look_up(self) -> StoredArrays:
         """What followed text like the end of the request's, for `TreeBuilder.build`."""
-        cursor = self._cursor
-        if cursor is None:
-            return NOTHING_STORED
-        try:
-            found = cursor.collect()
-        except (DatastoreError, OSError):
-            # Drafts are worth less than the answer.
-            _log.exception("the datastore cannot be searched any more; this answer is drafted without it")
-            self._cursor = None
-            return NOTHING_STORED
-        return cursor.tokens, len(cursor.tokens), cursor.all_places, found
+        found = size = 0
+        for cursor in self._cursors:
+            count = cursor.collect()
+            if count:
+                tokens = cursor.tokens
+                self._tokens[size : size + len(tokens)] = tokens
+                self._places[:, found : found + count] = cursor.places
+                self._places[0, found : found + count] += size
+                found, size = found + count, size + len(tokens)
+        return self._tokens, size, self._places, found
 
     def accepted(self, position: int) -> None:
         """A token of the last lookup was accepted; it stands at `position` of the arrays."""
-        cursor = self._cursor
-        if cursor is not None:
-            place = int(np.searchsorted(cursor.places[0], position, side="right")) - 1
-            source = cursor.document_of(place)
-            self.used[source.namespace, source.document] += 1
+        for cursor in self._cursors:
+            if cursor.found:
+                if position < len(cursor.tokens):
+                    place = int(np.searchsorted(cursor.places[0], position, side="right")) - 1
+                    source = cursor.document_of(place)
+                    self.used[source.namespace, source.document] += 1
+                    return
+                position -= len(cursor.tokens)

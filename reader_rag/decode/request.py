@@ -42,6 +42,7 @@ from reader_rag.decode.walk import walk
 from reader_rag.draft.builder import NOTHING_STORED, TreeBuilder
 from reader_rag.draft.context import ContextIndex
 from reader_rag.draft.tree import SOURCES, STORED, SUCCESSOR, DraftTree
+from reader_rag.errors import DatastoreError
 
 if TYPE_CHECKING:
     from reader_rag.decode.engine import Engine
@@ -399,7 +400,7 @@ class _State:
             max_depth=draft.max_depth,
             min_probability=draft.min_probability,
             max_occurrences=draft.max_occurrences,
-            max_stored=0 if recall is None else recall.config.max_places,
+            max_stored=0 if recall is None else 2 * recall.config.max_places,
             successors=learned.successors,
             calibration=learned.calibration,
         )
@@ -412,7 +413,7 @@ class _State:
         self.reading: Iterator[torch.Tensor] = engine.target.read(
             prompt.token_ids[self.reused :],
             self.cache,
-            partial(self.learn_prompt, self.reused) if draft.max_successors else None,
+            partial(self.learn_prompt, self.reused) if draft.max_successors and not engine.crowded else None,
         )
 
     def _restore(self, prompt: Prompt) -> int:
@@ -437,7 +438,13 @@ class _State:
 
     def draft(self, depth: int) -> DraftTree:
         """The best tree of all sources, no path of it longer than `depth`."""
-        stored = NOTHING_STORED if self._recollection is None else self._recollection.look_up()
+        stored = NOTHING_STORED
+        if self._recollection is not None:
+            try:
+                stored = self._recollection.look_up()
+            except (DatastoreError, OSError):
+                _log.exception("the datastore cannot be searched any more: this answer is drafted without it")
+                self._recollection = None
         return self.builder.build(self.index, stored=stored, max_depth=depth)
 
     def follow(self, emitted: list[int]) -> None:

@@ -86,6 +86,12 @@ def test_trees_beyond_what_was_measured_are_cut() -> None:
     assert _best_size(StepCosts([1, 2, 3], [1.0, 1.0, 1.0]), _chain(0.9, 0.8, 0.7, 0.6)) == 2
 
 
+def test_growth_is_that_of_a_pass_by_a_node_for_each_text() -> None:
+    costs = StepCosts([1, 2, 4, 8], [1.0, 1.0, 1.0, 2.0])
+    assert [costs.growth(texts) for texts in (1, 2, 4, 8)] == [1.0, 1.0, 2.0, 2.0]
+    assert costs.growth(600) == 1.0  # beyond what costs are known for
+
+
 def test_a_busy_machine_is_slower_at_all_sizes_alike() -> None:
     costs = StepCosts([1, 8], [1.0, 4.0])
     before = costs.seconds()

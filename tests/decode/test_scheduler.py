@@ -129,6 +129,13 @@ ASKED = (
 )
 
 
+class TwiceForEveryText(EverythingPays):
+    """A pass takes twice as long with a node for each text."""
+
+    def growth(self, texts: int) -> float:
+        return 2.0
+
+
 def alone(engine: Engine, prompt: Prompt, generation: GenerationConfig) -> Generation:
     """The answer that plain decoding gives to nothing but this."""
     return engine.generate(prompt, replace(generation, speculate=False))
@@ -859,3 +866,29 @@ class _nothing:  # noqa: N801
     def __enter__(self) -> None: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+@pytest.mark.parametrize(("costs", "texts", "learns"), [(EverythingPays(), 3, 3), (TwiceForEveryText(), 3, 0)])
+def test_prompts_teach_nothing_where_many_texts_share_passes_and_drafts_hardly_pay(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, costs: Any, texts: int, learns: int
+) -> None:
+    engine, taught = make_engine(by_hand=True, max_rows=3), []
+    engine.costs = costs
+    read = step_module.Target.read
+
+    def noted(self: Any, tokens: Any, cache: Any, seen: Any = None) -> Any:
+        taught.append(seen is not None)
+        return read(self, tokens, cache, seen)
+
+    monkeypatch.setattr(step_module.Target, "read", noted)
+    prompts = [engine.tokenize(text, special=False) for text in TEXTS[:texts]]
+    streams = [engine.submit(prompt, ask()) for prompt in prompts]
+    drain(engine)
+    assert taught.count(True) == learns
+    assert [stream.result.token_ids for stream in streams] == [
+        alone(engine, prompt, ask()).token_ids for prompt in prompts
+    ]
+    taught.clear()
+    with engine.stream(prompts[0], ask()) as stream:
+        next(stream)
+    assert taught == [True]  # alone, drafts pay

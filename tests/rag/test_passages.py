@@ -33,9 +33,7 @@ def docs(tmp_path: Path) -> Path:
     return folder
 
 
-def kept(
-    docs: Path, store_dir: Path, drafts: Datastore, tokenizer: PreTrainedTokenizerFast, tenant: str = ""
-) -> Kept:
+def kept(docs: Path, store_dir: Path, drafts: Datastore, tokenizer: PreTrainedTokenizerFast, tenant: str = "") -> Kept:
     """Ingest, and bring the passages into the datastore."""
     embedding = WordEmbedding(model_name="words")
     ingest(docs, store_dir, embed_model=embedding, tenant=tenant)
