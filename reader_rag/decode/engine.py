@@ -36,7 +36,7 @@ from reader_rag.model_cache import cache_folder
 
 _UNKNOWN_WINDOW = 1 << 20
 _CROWDED = 1.5
-"""Growth of a pass by a node for each text from which on prompts teach nothing: about what good drafts give in tokens."""
+"""Growth of a pass by a node for each text from which on prompts teach nothing: what good drafts give in tokens."""
 _PREFIX_BYTES_ON_CPU = 256 << 20
 """What the beginnings of texts may take unless told: 12,000 tokens of the default model, 2,000 of an 8B model with
 grouped heads (128 KiB a token), in 16 bits. Memory that all programs of a machine share."""
