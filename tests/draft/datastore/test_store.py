@@ -378,6 +378,24 @@ def test_answers_that_were_longest_of_no_use_go_first(tmp_path: Path) -> None:
         assert sorted(store.documents(namespace="answers")) == ["d2", "d4"]
 
 
+def test_uses_of_many_documents_do_not_make_a_new_log_at_each_commit(tmp_path: Path) -> None:
+    files, now = FailingFiles(), [0.0]
+    with open_store(tmp_path / "s", files=files, clock=lambda: now[0]) as store:
+        store.limit("", max_tokens=10_000)
+        store.add_many([(f"d{n}" + "x" * 50, [n % 60, 1]) for n in range(40)])
+        for _ in range(10):
+            now[0] += 1
+            store.used(store.documents())
+            store.commit()
+        # Each commit writes 40 uses of 60 bytes, and a log may grow by 960 bytes: each time the uses are in the next.
+        assert files.log.count("rename") < 20
+        before = files.log.count("rename")
+        for n in range(5):
+            store.add(f"e{n}", [1, 2])
+            store.commit()
+        assert files.log.count("rename") == before
+
+
 def test_answers_that_are_too_old_go(tmp_path: Path) -> None:
     now = [100.0]
     with open_store(tmp_path / "s", clock=lambda: now[0]) as store:
