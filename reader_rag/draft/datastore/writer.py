@@ -36,7 +36,7 @@ GONE = "removed-"
 """What the folder of a namespace that is no more is called while it is removed."""
 
 _LOG_BYTES = 16
-"""A log of so many bytes for each of `live_tokens` is done, whatever it holds."""
+"""A log that grew by so many bytes for each of `live_tokens` is done, whatever it holds."""
 
 
 class Writer(Namespace):
@@ -66,6 +66,7 @@ class Writer(Namespace):
         self._pending_documents = 0
         self._ghosts_since: float | None = None
         self._number = 0
+        self._log_start = 0  # where the log ended when it was made
         self._upkeep = threading.Lock()
         self.gone = False
         with writing(folder):
@@ -128,8 +129,8 @@ class Writer(Namespace):
                 self._logged += self._pending_documents
                 self._pending, self._pending_documents = [], 0
                 self._settle()
-            full = _LOG_BYTES * self._settings.live_tokens
-            if self.live.tokens >= self._settings.live_tokens or self._log_end > full:
+            most = _LOG_BYTES * self._settings.live_tokens
+            if self.live.tokens >= self._settings.live_tokens or self._log_end - self._log_start > most:
                 try:
                     self.flush()
                 except DatastoreWriteError as error:  # the changes are in the log
@@ -156,7 +157,8 @@ class Writer(Namespace):
                 self._discard(made)
                 raise
             self.segments, self.live = segments, Live(self.identity)
-            self._log_end, self._logged, self._ghosts_since = (self.folder / name).stat().st_size, 0, None
+            self._log_start = self._log_end = self.log_path.stat().st_size
+            self._logged, self._ghosts_since = 0, None
             self.version += 1
             self._discard([old.name])
 

@@ -26,7 +26,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from reader_rag.draft.datastore import Datastore, DatastoreSettings
+from reader_rag.draft.datastore import Datastore, DatastoreSettings, Source
 from reader_rag.errors import (
     ConfigError,
     DatastoreBusyError,
@@ -203,7 +203,7 @@ def test_threads_search_while_one_adds_and_removes(tmp_path: Path) -> None:
             try:
                 cursor = store.view([""]).cursor()
                 cursor.extend([1, 2])
-                while not done.is_set():
+                while not done.wait(0.0005):  # so that these threads do not keep the interpreter to themselves
                     cursor.collect()
                     # Each document is 1 2 n n n.
                     assert all(len(set(after)) == 1 and len(after) == 3 for after in continuations(cursor))
@@ -224,6 +224,17 @@ def test_threads_search_while_one_adds_and_removes(tmp_path: Path) -> None:
             thread.join()
         assert not errors
         assert len(store.documents()) == 150 - sum(n % 3 == 0 and n >= 6 for n in range(150))
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "datastore.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    cursor = names["cursor"]
+    assert cursor.document_of(0) == Source(namespace="ann", document="note-7", position=2)
+    assert continuations(cursor) == [[2644, 314], [1789, 30]]
 
 
 # Removing is real
@@ -365,6 +376,24 @@ def test_answers_that_were_longest_of_no_use_go_first(tmp_path: Path) -> None:
         store.add("d4", [4] * 20, namespace="answers")
         store.commit()
         assert sorted(store.documents(namespace="answers")) == ["d2", "d4"]
+
+
+def test_uses_of_many_documents_do_not_make_a_new_log_at_each_commit(tmp_path: Path) -> None:
+    files, now = FailingFiles(), [0.0]
+    with open_store(tmp_path / "s", files=files, clock=lambda: now[0]) as store:
+        store.limit("", max_tokens=10_000)
+        store.add_many([(f"d{n}" + "x" * 50, [n % 60, 1]) for n in range(40)])
+        for _ in range(10):
+            now[0] += 1
+            store.used(store.documents())
+            store.commit()
+        # Each commit writes 40 uses of 60 bytes, and a log may grow by 960 bytes: each time the uses are in the next.
+        assert files.log.count("rename") < 20
+        before = files.log.count("rename")
+        for n in range(5):
+            store.add(f"e{n}", [1, 2])
+            store.commit()
+        assert files.log.count("rename") == before
 
 
 def test_answers_that_are_too_old_go(tmp_path: Path) -> None:
