@@ -178,7 +178,7 @@ def test_an_answer_is_right_and_complete_when_the_datastore_fails(
     engine = made.keeping()
     first = ask(engine)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(Cursor, "collect", fail)

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from reader_rag.decode.recall import open_datastore, passages_of
 from reader_rag.draft.datastore import Datastore
-from reader_rag.rag import FaissStore, ingest
+from reader_rag.rag import FaissStore
+from reader_rag.rag.ingest import ingest
 from reader_rag.rag.passages import Kept, keep_in_step
 
 HERON = "The heron stands still in shallow water and spears fish with its bill."
