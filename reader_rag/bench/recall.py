@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,24 @@ def halves(traces: Sequence[Trace]) -> tuple[list[Trace], list[Trace]]:
     return parts
 
 
+@contextmanager
+def answers_in_datastore(known: Sequence[Trace], asked: Sequence[Trace]) -> Iterator[Datastore]:
+    """A datastore of answers, as an engine keeps them, gone in the end.
+
+    Args:
+        known: The answers.
+        asked: What else has tokens of the same vocabulary.
+    """
+    vocabulary = 1 + max(max(*trace.prompt, *trace.output) for trace in (*known, *asked))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Datastore.open(Path(folder) / "answers", vocabulary=vocabulary, tokenizer="of the traces") as store,
+    ):
+        for trace in known:
+            store.add(*answer_document(trace.prompt, trace.output), namespace=answers_of(""))
+        yield store
+
+
 def measure_recall(
     known: Sequence[Trace], asked: Sequence[Trace], config: ReplayConfig, best: Best, profile: Profile | None
 ) -> dict[str, Any]:
@@ -40,13 +59,7 @@ def measure_recall(
     Returns:
         What the datastore holds, and by category both replays and the ratio of their tokens per step.
     """
-    vocabulary = 1 + max(max(*trace.prompt, *trace.output) for trace in (*known, *asked))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Datastore.open(Path(folder) / "answers", vocabulary=vocabulary, tokenizer="of the traces") as store,
-    ):
-        for trace in known:
-            store.add(*answer_document(trace.prompt, trace.output), namespace=answers_of(""))
+    with answers_in_datastore(known, asked) as store:
         held = store.stats().get(answers_of(""))
         runs = [replay(asked, config, best, profile, datastore=used) for used in (store, None)]
     return {

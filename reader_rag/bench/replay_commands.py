@@ -197,14 +197,17 @@ def calibrate(
     out: Annotated[Path, typer.Argument(help="npz file to write; the package ships its own as draft/priors.npz.")],
     top8: Top8Option = None,
     profile: ProfileOption = "auto",
+    base: Annotated[
+        Path | None, typer.Option("--base", help="Keep this file's counts, and count the datastore's drafts alone.")
+    ] = None,
 ) -> None:
     """Count how the estimates of drafts fare on recorded answers."""
     from reader_rag.bench.calibrate import calibrate as count
-    from reader_rag.bench.calibrate import save
+    from reader_rag.bench.calibrate import calibrate_datastore, save
     from reader_rag.bench.replay import ReplayConfig
 
     recorded, best, known, _ = _read(traces, top8, profile, "", None, ReplayConfig())
-    counts = count(recorded, best, known)
+    counts = count(recorded, best, known) if base is None else calibrate_datastore(recorded, best, known, base)
     save(counts, out)
     typer.echo(f"{int(counts[0].sum())} hits where {counts[1].sum():.0f} were expected, in {out}")
 

@@ -193,7 +193,9 @@ def test_a_tree_does_not_change_when_the_builder_goes_on() -> None:
 
 def test_an_index_with_more_places_than_the_builder_has_room_for_is_refused() -> None:
     index = ContextIndex([1] * 50, max_occurrences=40)
-    with pytest.raises(ValueError, match="follows 40 places and the builder has room for 20"):
+    with pytest.raises(
+        ValueError, match="40 places in the index and 0 in the datastore are followed, and the builder has room for 20"
+    ):
         TreeBuilder(max_occurrences=10).build(index)
 
 
