@@ -602,7 +602,7 @@ def _settings_of(engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:
         "exactness": engine.exactness,
         "prefix_bytes": engine.prefix_bytes,
         "forward": engine.forward,
-        "batch": engine.scheduler.limits,
+        "batch": engine.batch,
         "datastore": None if engine.recall is None else engine.recall.datastore.folder,
         "recall": None if engine.recall is None else engine.recall.config,
     }

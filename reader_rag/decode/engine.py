@@ -315,6 +315,11 @@ class Engine:
         return GenerationStream(self, asked) if inside else self.scheduler.submit(asked, patient=patient)
 
     @property
+    def batch(self) -> BatchConfig:
+        """How many requests of `submit` are decoded together."""
+        return self.scheduler.limits
+
+    @property
     def busy(self) -> Load:
         """What `submit` has it do now."""
         return self.scheduler.load

@@ -19,7 +19,7 @@ from reader_rag.draft import Calibration, ContextIndex, DraftTree, Scoring, Succ
 from reader_rag.draft import tree_kernels as kernels
 from reader_rag.draft.builder import NOTHING_STORED, StoredArrays
 from reader_rag.draft.successor_kernels import BEST, RANKS
-from reader_rag.draft.tree import SUCCESSOR
+from reader_rag.draft.tree import STORED, SUCCESSOR
 
 LINEAR = Scoring(scale=1.0, power=1.0)
 """A place whose match is L tokens long has L votes; "none of them" has one."""
@@ -774,13 +774,18 @@ def test_a_smaller_tree_is_the_head_of_a_larger_one(case: Case, small: int, more
 @given(cases)
 def test_every_copied_node_names_a_true_place_with_a_true_match(case: Case) -> None:
     drafting = ready(case)
-    corpora = (drafting.index.sequence.tolist(), drafting.index.passages.tolist())
+    corpora = (drafting.index.sequence.tolist(), drafting.index.passages.tolist(), drafting.stored[0].tolist())
+    stored = dict(drafting.stored[2].T.tolist())
     for path, (source, position, length) in path_table(drafting.build()).items():
         if source == SUCCESSOR:
             assert position == -1
             continue
         corpus, so_far = corpora[source], [*corpora[0], *path]
         assert corpus[position] == path[-1]
+        if source == STORED:  # what stands before is the datastore's to know
+            start = position + 1 - len(path)
+            assert (corpus[start : position + 1], length) == (list(path), stored[start] + len(path) - 1)
+            continue
         assert length >= len(path)
         assert corpus[position - length : position] == so_far[len(so_far) - 1 - length : -1]
 

@@ -13,7 +13,7 @@ from reader_rag.draft import calibration as module
 from reader_rag.draft import tree_kernels as kernels
 from reader_rag.draft.calibration import smoothed
 
-COPIED = (3, 9, 10, 3, 2)
+COPIED = (4, 9, 10, 3, 2)
 """Cells of copied candidates: origin, match length, estimate, listed, agreement."""
 OTHERS = (3, 10)
 """Cells of candidates that only the successors propose: kind of entry, estimate."""
