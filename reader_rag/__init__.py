@@ -18,7 +18,7 @@ if sys.platform == "linux" and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BL
     os.environ |= {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
 
 if TYPE_CHECKING:
-    from reader_rag.config import DraftConfig, GenerationConfig
+    from reader_rag.config import DraftConfig, GenerationConfig, RecallConfig
     from reader_rag.decode.engine import Engine
     from reader_rag.errors import ReaderError
     from reader_rag.grammar import Grammar
@@ -39,6 +39,7 @@ __all__ = [
     "LocalEmbedding",
     "ReaderError",
     "ReaderLLM",
+    "RecallConfig",
     "__version__",
     "ingest",
     "make_chat_engine",
@@ -54,6 +55,7 @@ _MODULES = {
     "LocalEmbedding": "reader_rag.rag.embedding",
     "ReaderError": "reader_rag.errors",
     "ReaderLLM": "reader_rag.llm",
+    "RecallConfig": "reader_rag.config",
     "ingest": "reader_rag.rag.ingest",
     "make_chat_engine": "reader_rag.rag.engines",
     "make_query_engine": "reader_rag.rag.engines",

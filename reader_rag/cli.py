@@ -17,6 +17,7 @@ from reader_rag.bench.commands import app as bench_app
 from reader_rag.bench.verify_command import verify
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError
+from reader_rag.ui.datastore import app as datastore_app
 from reader_rag.ui.errors import OneLineErrors
 from reader_rag.ui.terminal import ingest_progress, output, quiet_libraries, status
 
@@ -34,6 +35,7 @@ models_app = typer.Typer(
     help="The models that are known by a short name.", epilog="Example: reader-rag models list", no_args_is_help=True
 )
 app.add_typer(models_app, name="models")
+app.add_typer(datastore_app, name="datastore")
 app.add_typer(bench_app, name="bench")
 app.command(epilog="Example: reader-rag verify --dtype bfloat16 --exactness strict")(verify)
 
@@ -73,6 +75,13 @@ TrustRemoteCode = Annotated[
 TopK = Annotated[int, typer.Option("--top-k", min=1, help="Most passages to retrieve.")]
 Cutoff = Annotated[
     float | None, typer.Option("--cutoff", help="Least similarity of a passage, -1 to 1.", show_default="any")
+]
+DatastoreFolder = Annotated[
+    Path | None,
+    typer.Option("--datastore", help="Folder of texts and earlier answers to draft from.", show_default="none"),
+]
+KeepAnswers = Annotated[
+    bool, typer.Option("--keep-answers", help="Keep the answers in --datastore, to draft later ones from.")
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer.")]
 
@@ -114,6 +123,11 @@ def ingest(
     tenant: Tenant = "",
     embed_model: EmbedModel = _EMBED_MODEL,
     device: Device = "auto",
+    datastore: Annotated[
+        Path | None,
+        typer.Option("--datastore", help="Keep the passages to draft from there too.", show_default="none"),
+    ] = None,
+    model: Annotated[str, typer.Option("--model", help="LLM that the datastore is for.")] = _MODEL,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Bring a store up to date with files on disk.
@@ -139,6 +153,10 @@ def ingest(
             tenant=tenant,
         )
     show_ingest(output(), report, store)
+    if datastore is not None:
+        from reader_rag.ui.datastore import keep_passages
+
+        keep_passages(store, datastore, model, embedding, tenant, trust_remote_code)
     if not report.ok:
         raise typer.Exit(2)
 
@@ -163,6 +181,8 @@ def ask(
     device: Device = "auto",
     dtype: Dtype = "auto",
     exactness: Exact = "fast",
+    datastore: DatastoreFolder = None,
+    keep_answers: KeepAnswers = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer a question from a store: the answer, the passages behind it, what was copied from where, and counts."""
@@ -172,7 +192,7 @@ def ask(
     asked = ask_store(
         question,
         store,
-        ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code),
+        ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers),
         top_k=top_k,
         cutoff=cutoff,
         max_tokens=max_tokens,
@@ -196,6 +216,8 @@ def chat(
     device: Device = "auto",
     dtype: Dtype = "auto",
     exactness: Exact = "fast",
+    datastore: DatastoreFolder = None,
+    keep_answers: KeepAnswers = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk about the documents of a store. Ctrl-C stops an answer; /sources, /stats, /reset, /help, /quit."""
@@ -204,7 +226,7 @@ def chat(
     from reader_rag.ui.chat import ChatSession
     from reader_rag.ui.loading import ModelOptions
 
-    models = ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code)
+    models = ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers)
     embedding = models.load_embedding()
     with open_store(store, embedding, tenant) as documents:
         llm, recorder = recorded(models.load_llm(max_tokens))

@@ -76,6 +76,40 @@ class DraftConfig:
 
 
 @dataclass(frozen=True)
+class RecallConfig:
+    """What is looked up in a datastore, and what is kept in it.
+
+    Attributes:
+        keeps_answers: Whether finished answers are kept, each tenant's for itself alone. The process then is the one
+            that writes to the datastore.
+        max_answer_tokens: Most tokens of each tenant's answers; those longest of no use go first.
+        max_answer_age_s: Seconds after which an answer goes; None: it stays.
+        max_places: Most places in answers, and in other texts, that one draft is made of.
+        reach: Most tokens that are copied from a place at once.
+        least_match: Tokens that must agree before a place in a text that the model has not written.
+        least_match_of_answers: The same in an answer.
+    """
+
+    keeps_answers: bool = False
+    max_answer_tokens: int = 4_000_000
+    max_answer_age_s: float | None = None
+    max_places: int = 8
+    reach: int = 40
+    least_match: int = 4
+    least_match_of_answers: int = 3
+
+    def __post_init__(self) -> None:
+        _require(self.max_answer_tokens >= 1, f"max_answer_tokens must be at least 1, not {self.max_answer_tokens}")
+        age = self.max_answer_age_s
+        _require(age is None or age > 0, f"max_answer_age_s must be above 0, not {age}")
+        _require(1 <= self.max_places <= 1024, f"max_places must be 1..1024, not {self.max_places}")
+        _require(1 <= self.reach <= 256, f"reach must be 1..256, not {self.reach}")
+        for name in ("least_match", "least_match_of_answers"):
+            least = getattr(self, name)
+            _require(1 <= least <= 64, f"{name} must be 1..64, not {least}")
+
+
+@dataclass(frozen=True)
 class BatchConfig:
     """How many requests are decoded together.
 

@@ -90,5 +90,29 @@ class StoreWriteError(StoreError):
     """A change could not be written (disk full, read-only folder); what was stored before is intact."""
 
 
+class DatastoreError(ReaderError):
+    """A long-term datastore of drafts cannot be read or written."""
+
+
+class DatastoreNotFoundError(DatastoreError):
+    """There is no datastore at that place."""
+
+
+class DatastoreMismatchError(DatastoreError):
+    """The datastore was made by another version, or with another tokenizer or vocabulary."""
+
+
+class DatastoreCorruptError(DatastoreError):
+    """A datastore's file is damaged, truncated, or not one of ours."""
+
+
+class DatastoreBusyError(DatastoreError):
+    """Somebody else is writing to the datastore."""
+
+
+class DatastoreWriteError(DatastoreError):
+    """A change could not be written (disk full, read-only folder); what was committed before is intact."""
+
+
 class IngestError(ReaderError):
     """There is nothing to ingest, or an input cannot be read."""

@@ -24,6 +24,7 @@ from llama_index_instrumentation.events.span import SpanDropEvent
 from llama_index_instrumentation.span import active_span_id
 
 from reader_rag.decode.types import Generation
+from reader_rag.draft.tree import SOURCES
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -43,6 +44,7 @@ class ReaderAnswerEvent(BaseEvent):
         finish_reason: "stop" or "length".
         accepted_context: Of `accepted`: copied from the prompt and the answer so far.
         accepted_passage: Copied from a passage.
+        accepted_datastore: Copied from a text in the datastore.
         accepted_successor: What the model itself said before.
     """
 
@@ -55,6 +57,7 @@ class ReaderAnswerEvent(BaseEvent):
     accepted: int
     accepted_context: int
     accepted_passage: int
+    accepted_datastore: int
     accepted_successor: int
     tokens_per_step: float
     tokens_per_s: float
@@ -80,7 +83,7 @@ class ReaderAnswerEvent(BaseEvent):
         """
         figures = done.stats.to_dict()
         by_source = figures.pop("accepted_by_source")
-        accepted = {f"accepted_{source}": by_source.get(source, 0) for source in ("context", "passage", "successor")}
+        accepted = {f"accepted_{source}": by_source.get(source, 0) for source in SOURCES}
         return cls(call_span_id=call_span_id or "", finish_reason=done.finish_reason, **accepted, **figures)
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
@@ -29,7 +30,15 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.schema import BaseNode, NodeWithScore
 
-from reader_rag.config import BatchConfig, DraftConfig, Exactness, Forward, GenerationConfig, checked_tenant
+from reader_rag.config import (
+    BatchConfig,
+    DraftConfig,
+    Exactness,
+    Forward,
+    GenerationConfig,
+    RecallConfig,
+    checked_tenant,
+)
 from reader_rag.decode.types import Generation, Passage, Prompt, TokenLogprobs
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.grammar import Grammar
@@ -55,6 +64,7 @@ if TYPE_CHECKING:
 # Settings that an engine was made with; they cannot be given again for an engine that exists.
 _ENGINE_SETTINGS = frozenset(
     {"model", "dtype", "device", "exactness", "forward", "prefix_bytes", "trust_remote_code", "batch"}
+    | {"datastore", "recall"}
 )
 
 # What LlamaIndex's own parts pass to any LLM and what means nothing to a local one: HTTP headers
@@ -132,6 +142,8 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             takes what `Engine` takes.
         trust_remote_code: Run code that comes with the model.
         batch: How many calls are decoded together; None takes what suits the device.
+        datastore: Folder of texts and earlier answers that drafts are searched in; None: there is none.
+        recall: What is looked up there, and whether answers are kept; None takes `RecallConfig()`.
         max_nodes: Most drafted tokens per step; 0 decodes plainly.
         speculate: False decodes plainly.
         max_tokens: Most tokens of an answer.
@@ -155,6 +167,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     Raises:
         ConfigError: A setting is unknown, out of its range, or contradicts another.
         ModelError: The model cannot be found or used.
+        DatastoreError: The datastore cannot be used.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -167,6 +180,8 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     prefix_bytes: int | None = Field(default=None, ge=0, frozen=True)
     trust_remote_code: bool = Field(default=False, frozen=True)
     batch: BatchConfig | None = Field(default=None, frozen=True)
+    datastore: Path | None = Field(default=None, frozen=True)
+    recall: RecallConfig | None = Field(default=None, frozen=True)
     max_nodes: int = DraftConfig().max_nodes
     speculate: bool = True
     max_tokens: int = 256
@@ -389,6 +404,8 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             prefix_bytes=self.prefix_bytes,
             trust_remote_code=self.trust_remote_code,
             batch=self.batch,
+            datastore=self.datastore,
+            recall=self.recall,
         )
 
     @property
@@ -585,7 +602,9 @@ def _settings_of(engine: Engine, settings: dict[str, Any]) -> dict[str, Any]:
         "exactness": engine.exactness,
         "prefix_bytes": engine.prefix_bytes,
         "forward": engine.forward,
-        "batch": engine.scheduler.limits,
+        "batch": engine.batch,
+        "datastore": None if engine.recall is None else engine.recall.datastore.folder,
+        "recall": None if engine.recall is None else engine.recall.config,
     }
     return {"max_nodes": engine.draft.max_nodes, **settings, **loaded}
 

@@ -229,6 +229,27 @@ def load_model(
         raise _load_error(name, source, error) from error
 
 
+def load_tokenizer(
+    name: str | Path, *, trust_remote_code: bool = False, progress: Progress | None = None
+) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer of an LLM, and how many token ids the LLM has; its weights are not loaded.
+
+    Arguments and errors as in `load_model`.
+    """
+    from transformers import AutoConfig
+
+    source = resolve_model(name, progress)
+    try:
+        with quiet_transformers():
+            tokenizer = _tokenizer(source, trust_remote_code)
+            config: Any = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except ReaderError:
+        raise
+    except Exception as error:  # as in `load_model`
+        raise _load_error(name, source, error) from error
+    return tokenizer, int(config.get_text_config(decoder=True).vocab_size)
+
+
 def resolve_device(device: str) -> torch.device:
     """The PyTorch device that `device` names.
 
@@ -399,13 +420,9 @@ def _download_from_hub(hub_id: str, progress: Progress | None) -> Path:
 def _load(
     source: Path | str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    if isinstance(source, Path) and not (source / "config.json").is_file():
-        raise _not_found(source, "the folder has no config.json")
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    if len(tokenizer) == 0:
-        raise ModelError(f"{source} has no tokenizer: put its tokenizer.json beside the weights")
+    tokenizer = _tokenizer(source, trust_remote_code)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
     )
@@ -418,6 +435,17 @@ def _load(
             "language model"
         )
     return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def _tokenizer(source: Path | str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if isinstance(source, Path) and not (source / "config.json").is_file():
+        raise _not_found(source, "the folder has no config.json")
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if len(tokenizer) == 0:
+        raise ModelError(f"{source} has no tokenizer: put its tokenizer.json beside the weights")
+    return tokenizer
 
 
 def _load_error(name: str | Path, source: Path | str, error: Exception) -> ReaderError:

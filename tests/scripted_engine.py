@@ -63,6 +63,7 @@ class ScriptedEngine:
     forward: str = "auto"
     batch: BatchConfig = field(default_factory=BatchConfig)
     prefix_bytes: int = 0
+    recall: None = None
     model: Any = field(default_factory=lambda: SimpleNamespace(dtype="torch.float32", device="cpu"))
     draft: DraftConfig = field(default_factory=DraftConfig)
 

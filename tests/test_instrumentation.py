@@ -151,6 +151,7 @@ def test_all_figures_are_plain_values_under_their_own_names(
         "accepted": 6,
         "accepted_context": 1,
         "accepted_passage": 2,
+        "accepted_datastore": 0,
         "accepted_successor": 3,
         "tokens_per_step": 4.0,
         "tokens_per_s": 2.0,

@@ -17,6 +17,7 @@ from reader_rag.config import BatchConfig, GenerationConfig
 from reader_rag.decode.observer import Load, Observer, Outcome, StepReport
 from reader_rag.decode.scheduler import Scheduler
 from reader_rag.decode.types import Stats
+from reader_rag.draft.tree import SOURCES
 from reader_rag.errors import ConfigError
 from reader_rag.metrics import PrometheusMetrics
 
@@ -52,9 +53,9 @@ class TestWhatIsTold:
                 value(registry, "accepted_tokens_sum", source=source),
                 value(registry, "accepted_tokens_count", source=source),
             )
-            for source in ("context", "passage", "successor")
+            for source in SOURCES
         }
-        assert accepted == {"context": (2, 2), "passage": (1, 2), "successor": (0, 2)}
+        assert accepted == {"context": (2, 2), "passage": (1, 2), "datastore": (0, 2), "successor": (0, 2)}
         assert value(registry, "accepted_tokens_bucket", source="context", le="0.0") == 1
         assert value(registry, "accepted_tokens_bucket", source="context", le="2.0") == 2
 
@@ -264,7 +265,7 @@ class TestEndsAreToldOnce:
         assert value(registry, "step_seconds_count") == steps
         assert value(registry, "tokens_per_step_sum") == 14  # the first token of an answer comes with its prompt
         accepted = alone.stats.accepted + together.stats.accepted
-        by_source = [value(registry, "accepted_tokens_sum", source=s) for s in ("context", "passage", "successor")]
+        by_source = [value(registry, "accepted_tokens_sum", source=s) for s in SOURCES]
         assert sum(by_source) == accepted == value(registry, "tokens_total", kind="accepted")
         assert value(registry, "requests_running") == value(registry, "requests_waiting") == 0
 

@@ -50,7 +50,12 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_drafting_needs_no_torch_and_no_llama_index() -> None:
-    assert _loaded_by("import reader_rag.draft") <= {"numba"}
+    assert _loaded_by("import reader_rag.draft, reader_rag.draft.datastore") <= {"numba"}
+
+
+def test_reading_a_datastore_loads_nothing_that_only_writing_needs() -> None:
+    code = "import reader_rag.draft.datastore, sys; print({'pydivsufsort', 'filelock'} & set(sys.modules))"
+    assert _run(code) == "set()\n"
 
 
 def test_decoding_needs_neither_llama_index_nor_faiss() -> None:

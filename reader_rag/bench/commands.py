@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,6 +30,7 @@ def bench() -> None:
 for _command, _example in (
     (replay_commands.replay, "replay traces.jsonl --top8 traces.npz --nodes 64"),
     (replay_commands.drafting, "drafting traces.jsonl --top8 traces.npz"),
+    (replay_commands.recall, "recall traces.jsonl --top8 traces.npz"),
     (replay_commands.record, "record traces.jsonl --limit 20"),
     (replay_commands.calibrate, "calibrate traces.jsonl priors.npz --top8 traces.npz"),
 ):
@@ -209,6 +211,84 @@ def _print_caching(report: dict[str, Any]) -> None:
             f"{run['peak_bytes'] / 1e6:.1f}",
             f"{run['share_of_bound']:.3f}",
         )
+    Console().print(table)
+
+
+@app.command(epilog="Example: reader-rag bench datastore --tokens 1e6,1e7,1e8 --plot cost.svg")
+def datastore(
+    tokens: Annotated[str, typer.Option(help="Sizes, comma-separated.")] = "1e6,1e7",
+    vocabulary_bits: Annotated[
+        int, typer.Option(min=16, max=17, help="17: made up out of the default model's tokens, which take 16.")
+    ] = 16,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where text and datastores are kept for the next run; none: nowhere.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the time of a search by size: a .svg or .png file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Build long-term datastores of the text found on this machine: sorting, bytes, opening, time of a search."""
+    sizes = _sizes(tokens)
+    import tempfile
+
+    from reader_rag.bench.datastore import installed_text, measure_datastore, widened
+
+    with tempfile.TemporaryDirectory() as temporary:
+        place = folder or Path(temporary)
+        most = max(sizes) + max(sizes) // 50 + 100_000
+        text = installed_text(most, place, progress())
+        available = int(len(text.tokens) * 0.99)
+        if vocabulary_bits == 17:
+            text = widened(text)
+        vocabulary = 1 << 17 if vocabulary_bits == 17 else 49_152
+        rows = measure_datastore(text, sizes, vocabulary, place, progress())
+    report = {"vocabulary_bits": vocabulary_bits, "vocabulary": vocabulary, "text_tokens": available, "rows": rows}
+    if plot is not None:
+        from reader_rag.bench.plots import plot_datastore
+
+        plot_datastore(rows, plot)
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        _print_datastore(report)
+    if available < max(sizes):
+        typer.echo(f"This machine has text of {available} tokens only: larger sizes are of that size.", err=True)
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(float(part)) for part in text.split(",")]
+    except (ValueError, OverflowError):
+        sizes = [0]
+    if min(sizes) < 1000:
+        raise ConfigError(f"--tokens {text}: give numbers of at least 1000, e.g. 1e6,1e7")
+    return sizes
+
+
+def _print_datastore(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"datastores of a vocabulary of {report['vocabulary']} tokens")
+    table.add_column("")
+    for row in report["rows"]:
+        table.add_column(f"{row['tokens'] / 1e6:g} M tokens", justify="right")
+
+    def line(name: str, pick: Callable[[dict[str, Any]], Any]) -> None:
+        table.add_row(name, *("-" if pick(row) is None else f"{pick(row):g}" for row in report["rows"]))
+
+    line("documents", lambda row: row["documents"])
+    line("bytes a token", lambda row: row["bytes_per_token"])
+    line("sorted, million tokens/s", lambda row: row["sorted_tokens_per_s"] / 1e6)
+    line("opened, ms", lambda row: row["open_ms"])
+    line("resident when opened, MB", lambda row: row["resident_mb_opened"])
+    for count in (100, 4000):
+        line(f"resident after {count} searches, MB", lambda row, n=count: row[f"resident_mb_searched_{n}"])  # type: ignore[misc]
+    for kind in ("new", "copied"):
+        for part in ("us_p50", "us_p99", "longest_p50"):
+            line(f"{kind} text, {part.replace('_', ' ')}", lambda row, k=kind, p=part: row["queries"][k][p])  # type: ignore[misc]
+    line("segments before merging", lambda row: row["as_built"]["segments"])
+    line("new text in those, us p50", lambda row: row["as_built"]["us_p50"])
+    line("new text in those, us p99", lambda row: row["as_built"]["us_p99"])
     Console().print(table)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reader_rag.bench.inputs import BenchPrompt
@@ -80,6 +80,30 @@ def own_prompts(each: int, seed: int = 0) -> list[BenchPrompt]:
     chats = draw.sample(CHATS, min(each, len(CHATS)))
     prompts += [BenchPrompt(f"chat-{number}", "chat", text) for number, text in enumerate(chats)]
     return sorted(prompts, key=lambda prompt: prompt.category)
+
+
+_EDITS = (
+    ("Answer the question from the passages.", "Please answer this question, using the passages below."),
+    ("What do the passages say about", "What can one learn from the passages about"),
+    ("Summarize the following text.", "Please give me a summary of this text."),
+    ("Explain ", "Could you explain "),
+    ("Write a ", "Please write a "),
+    ("What are ", "Tell me: what are "),
+    ("How do", "Please tell me how do"),
+    ("Give me ", "I would like "),
+)
+"""Other words for the same request; those that fit are put in."""
+
+
+def edited(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
+    """The same requests as somebody else would word them; those with a text keep it."""
+    return [BenchPrompt(f"{prompt.id}-edited", prompt.category, _edited(prompt.text)) for prompt in prompts]
+
+
+def _edited(text: str) -> str:
+    for plain, other in _EDITS:
+        text = text.replace(plain, other, 1)
+    return text if any(other in text for _, other in _EDITS) else f"Please help me with this. {text}"
 
 
 def _question(title: str, passages: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of a replay: how true the estimates are, and what each part of the drafter gives."""
+"""Pictures: how true estimates are, what each part of the drafter gives, what searching a datastore takes."""
 
 from __future__ import annotations
 
@@ -59,6 +59,30 @@ def plot_ablation(rows: Mapping[str, Mapping[str, float]], path: Path) -> None:
     axes.set_yticks(range(len(names)), reversed(names))
     axes.set(xlabel="tokens per step")
     figure.legend(loc="outside upper center", ncols=len(categories), frameon=False)
+    _save(figure, path)
+
+
+def plot_datastore(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the time of a search by the size of the datastore.
+
+    Args:
+        rows: What `measure_datastore` gave.
+        path: A .png or .svg file, overwritten.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: The file cannot be written.
+    """
+    figure, axes = _figure()
+    sizes = [row["tokens"] for row in rows]
+    for kind, colour in (("new", "tab:blue"), ("copied", "tab:orange")):
+        for part, style in (("us_p50", "-"), ("us_p99", "--")):
+            times = [row["queries"][kind][part] for row in rows]
+            label = f"{kind} text, {'median' if part == 'us_p50' else '99th percentile'}"
+            axes.plot(sizes, times, style, marker="o", color=colour, label=label)
+    axes.set(xlabel="tokens in the datastore", ylabel="microseconds of a search", xscale="log")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left", frameon=False)
     _save(figure, path)
 
 

@@ -12,12 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.bench.inputs import Trace
+from reader_rag.config import RecallConfig
+from reader_rag.decode.recall import Recollection
 from reader_rag.draft import SOURCES, Calibration, ContextIndex, DraftTree, Place, SuccessorTable, TreeBuilder
+from reader_rag.draft.builder import NOTHING_STORED
+from reader_rag.draft.datastore import Datastore
 from reader_rag.draft.profile import Profile
-from reader_rag.draft.tree import SUCCESSOR
+from reader_rag.draft.tree import STORED, SUCCESSOR
 from reader_rag.errors import ConfigError
 
 KNOWN_SOURCES = ("context", "successor")
+_RECALL = RecallConfig()
 BINS = 20
 """Of the reliability diagram."""
 
@@ -150,6 +155,7 @@ class Replayer:
         best: The target's best next tokens; a trace without them is drafted without successors.
         profile: What is known of the model beforehand.
         calibration: Starts as this instead of the shipped counts.
+        datastore: Searched too, as requests of no named tenant search it; None: there is none.
     """
 
     def __init__(
@@ -158,8 +164,10 @@ class Replayer:
         best: Best | None = None,
         profile: Profile | None = None,
         calibration: Calibration | None = None,
+        datastore: Datastore | None = None,
     ) -> None:
         self.config = config
+        self._datastore = datastore
         self._best = best or {}
         self._prior = profile.tokens if profile is not None else None
         self._calibration = calibration
@@ -197,10 +205,10 @@ class Replayer:
                 self.successors.learn_text(text, learned, best[learned : length - 1])
                 learned = length - 1
             started = time.perf_counter()
-            trees = [builder.build(index) for builder, index in drafters]
+            trees = [drafter.build() for drafter in drafters]
             tally.microseconds.append((time.perf_counter() - started) * 1e6)
             best_of, path = _best_path(trees, trace.output[emitted:])
-            tree, index = trees[best_of], drafters[best_of][1]
+            tree, index = trees[best_of], drafters[best_of].index
             tokens = trace.output[emitted : emitted + len(path) + 1]
             tally.accepted.update(SOURCES[int(tree.sources[node])] for node in path)
             tally.judge(tree, path, ended=len(path) == len(tokens))
@@ -208,25 +216,26 @@ class Replayer:
             tally.drafted += sum(len(tree) for tree in trees)
             places = tuple(
                 index.locate(int(tree.sources[node]), int(tree.positions[node]))
-                if tree.sources[node] != SUCCESSOR
+                if tree.sources[node] not in (STORED, SUCCESSOR)
                 else None
                 for node in path
             )
             steps.append(Step(emitted, tree, tuple(path), tuple(tokens), places))
-            for builder, searched in drafters:
-                builder.observe(tokens)
-                searched.extend(tokens)
+            for drafter in drafters:
+                drafter.follow(tokens)
             emitted += len(tokens)
         tally.prompts += 1
         tally.tokens += len(trace.output)
         return steps
 
-    def _drafters(self, trace: Trace) -> list[tuple[TreeBuilder, ContextIndex]]:
-        """A builder and what it searches; several where sources are not merged."""
+    def _drafters(self, trace: Trace) -> list[_Drafter]:
+        """One drafter, or one for each source where they are not merged."""
         nothing = SuccessorTable(0)
         active = self.config.sources
         if trace.id not in self._best:
             active = tuple(source for source in active if source != "successor")
+        if self._datastore is not None:
+            active = (*active, "datastore")
         together = [active] if self.config.merges or not active else [(source,) for source in active]
         drafters = []
         for sources in together:
@@ -234,6 +243,7 @@ class Replayer:
                 max_nodes=max(self.config.nodes // max(len(together), 1), 1),
                 min_probability=self.config.min_probability,
                 max_occurrences=256 if "context" in sources else 1,
+                max_stored=2 * _RECALL.max_places,
                 successors=self.successors if "successor" in sources else nothing,
                 calibration=self.calibration,
             )
@@ -244,8 +254,31 @@ class Replayer:
                     index.mark_passage(passage.id, passage.start, passage.stop)
                 else:
                     index.add_passage(passage.id, passage.tokens)
-            drafters.append((builder, index))
+            recollection = None
+            if self._datastore is not None and "datastore" in sources:
+                recollection = Recollection(self._datastore, "", _RECALL)
+                recollection.extend(trace.prompt)
+            drafters.append(_Drafter(builder, index, recollection))
         return drafters
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """A builder and what it searches."""
+
+    builder: TreeBuilder
+    index: ContextIndex
+    recollection: Recollection | None
+
+    def build(self) -> DraftTree:
+        stored = NOTHING_STORED if self.recollection is None else self.recollection.look_up()
+        return self.builder.build(self.index, stored=stored)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        self.builder.observe(tokens)
+        self.index.extend(tokens)
+        if self.recollection is not None:
+            self.recollection.extend(tokens)
 
 
 def _best_path(trees: Sequence[DraftTree], ahead: Sequence[int]) -> tuple[int, list[int]]:
@@ -269,13 +302,14 @@ def replay(
     best: Best | None = None,
     profile: Profile | None = None,
     calibration: Calibration | None = None,
+    datastore: Datastore | None = None,
 ) -> dict[str, Tally]:
     """Replay traces; arguments as in `Replayer`.
 
     Returns:
         By category.
     """
-    replayer = Replayer(config, best, profile, calibration)
+    replayer = Replayer(config, best, profile, calibration, datastore)
     tallies: dict[str, Tally] = {}
     for trace in traces:
         replayer.run(trace, tallies.setdefault(trace.category, Tally()))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from reader_rag.errors import ConfigError
 if TYPE_CHECKING:
     from reader_rag.bench.inputs import Trace
     from reader_rag.bench.replay import Best, ReplayConfig, Tally
+    from reader_rag.draft.datastore import Datastore
     from reader_rag.draft.profile import Profile
 
 TracesArgument = Annotated[
@@ -47,6 +49,7 @@ def replay(
     tokenizer: Annotated[str | None, typer.Option(help="Alias, folder or hub id: --explain in words, not ids.")] = None,
     peers: Annotated[bool, typer.Option(help="Other training-free drafters, and two oracles, beside ours.")] = False,
     ablation: Annotated[bool, typer.Option(help="Also with each part switched off.")] = False,
+    datastore: Annotated[Path | None, typer.Option(help="Folder of a datastore to draft from too.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for reliability.png and ablation.png.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,11 +64,13 @@ def replay(
     if explain is not None:
         _explain(recorded, explain, config, best, known, tokenizer)
         return
-    tallies = run(recorded, config, best, known)
+    with _opened(datastore) as store:
+        tallies = run(recorded, config, best, known, datastore=store)
     report: dict[str, Any] = {
         "nodes": nodes,
         "sources": list(config.sources),
         "warm": warm,
+        "datastore": None if datastore is None else str(datastore),
         "profile": known.name if known is not None else None,
         "categories": {category: tally.summary() for category, tally in tallies.items()},
         "reliability": reliability(tallies.values()),
@@ -91,6 +96,42 @@ def replay(
         typer.echo(json.dumps(report, indent=1))
     else:
         _print(report)
+
+
+def recall(
+    traces: TracesArgument,
+    top8: Top8Option = None,
+    known: Annotated[
+        Path | None,
+        typer.Option("--known", help="Answers that are in the datastore; none: the first half of each category."),
+    ] = None,
+    profile: ProfileOption = "auto",
+    categories: CategoriesOption = "",
+    limit: LimitOption = None,
+    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree.")] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay answers with earlier answers of the same model in a datastore, and without."""
+    from reader_rag.bench.inputs import read_traces
+    from reader_rag.bench.recall import halves, measure_recall
+    from reader_rag.bench.replay import ReplayConfig
+
+    config = ReplayConfig(nodes=nodes)
+    recorded, best, held, notes = _read(traces, top8, profile, categories, limit, config)
+    if known is None:
+        before, asked = halves(recorded)
+    else:
+        before, asked = read_traces(known, [], None), recorded
+    report = measure_recall(before, asked, config, best, held) | {"notes": notes}
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+        return
+    typer.echo(f"{report['documents']} answers of {report['tokens']} tokens in the datastore")
+    for category, row in report["categories"].items():
+        typer.echo(
+            f"{category}: {row['with']['mat']:.3f} tokens per step with them, {row['without']['mat']:.3f} without "
+            f"({row['ratio']:.2f} times); {row['with']['us_per_draft_p50']} us a draft"
+        )
 
 
 def drafting(
@@ -127,6 +168,7 @@ def record(
     model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = "smollm2-135m",
     categories: CategoriesOption = "",
     limit: Annotated[int, typer.Option(min=1, help="Most prompts of each category.")] = 20,
+    reworded: Annotated[bool, typer.Option(help="Ask the machine's own prompts in other words.")] = False,
     seed: Annotated[int, typer.Option(help="Which texts the prompts are made from.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
@@ -136,12 +178,13 @@ def record(
     from rich.console import Console
 
     from reader_rag.bench.inputs import read_prompts
-    from reader_rag.bench.own_prompts import own_prompts
+    from reader_rag.bench.own_prompts import edited, own_prompts
     from reader_rag.bench.record import record as run
     from reader_rag.decode.engine import Engine
 
     wanted = [c for c in categories.split(",") if c]
     asked = read_prompts(prompts, wanted, limit) if prompts is not None else own_prompts(limit, seed)
+    asked = edited(asked) if reworded else asked
     asked = [prompt for prompt in asked if not wanted or prompt.category in wanted]
     engine = Engine.load(model, dtype=dtype, device=device, prefix_bytes=0)
     best = out.with_suffix(".npz")
@@ -154,14 +197,17 @@ def calibrate(
     out: Annotated[Path, typer.Argument(help="npz file to write; the package ships its own as draft/priors.npz.")],
     top8: Top8Option = None,
     profile: ProfileOption = "auto",
+    base: Annotated[
+        Path | None, typer.Option("--base", help="Keep this file's counts, and count the datastore's drafts alone.")
+    ] = None,
 ) -> None:
     """Count how the estimates of drafts fare on recorded answers."""
     from reader_rag.bench.calibrate import calibrate as count
-    from reader_rag.bench.calibrate import save
+    from reader_rag.bench.calibrate import calibrate_datastore, save
     from reader_rag.bench.replay import ReplayConfig
 
     recorded, best, known, _ = _read(traces, top8, profile, "", None, ReplayConfig())
-    counts = count(recorded, best, known)
+    counts = count(recorded, best, known) if base is None else calibrate_datastore(recorded, best, known, base)
     save(counts, out)
     typer.echo(f"{int(counts[0].sum())} hits where {counts[1].sum():.0f} were expected, in {out}")
 
@@ -184,6 +230,17 @@ def reliability(tallies: Any) -> dict[str, Any]:
     ]
     gaps = [abs(row["predicted"] - row["observed"]) for row in bins if row["nodes"] >= 200]
     return {"bins": bins, "mean_gap": round(sum(gaps) / len(gaps), 4) if gaps else None}
+
+
+@contextmanager
+def _opened(folder: Path | None) -> Iterator[Datastore | None]:
+    if folder is None:
+        yield None
+        return
+    from reader_rag.draft.datastore import Datastore
+
+    with Datastore.inspect(folder) as store:
+        yield store
 
 
 def _read(

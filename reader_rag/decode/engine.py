@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from reader_rag.config import BatchConfig, DraftConfig, Exactness, Forward, GenerationConfig
+from reader_rag.config import BatchConfig, DraftConfig, Exactness, Forward, GenerationConfig, RecallConfig
 from reader_rag.decode.costs import StepCosts, remembered
 from reader_rag.decode.delivery import ScheduledStream
 from reader_rag.decode.fair_lock import FairLock
@@ -23,6 +24,7 @@ from reader_rag.decode.observer import Load, Observers
 from reader_rag.decode.offline import generate_all
 from reader_rag.decode.prefixes import PrefixStore
 from reader_rag.decode.processors import make_processors, private
+from reader_rag.decode.recall import Recall, open_datastore
 from reader_rag.decode.request import Asked, StoppingCriterion
 from reader_rag.decode.scheduler import Scheduler
 from reader_rag.decode.select import Processor, Selector, make_selector
@@ -89,6 +91,9 @@ class Engine:
         prefix_bytes: Most bytes of keys and values that are kept, where the model lies, so that a text which begins
             like one before is read only from where they differ (docs/prefixes.md). None: 256 MiB on the CPU, 1 GiB
             elsewhere. 0 reads every prompt whole.
+        datastore: Folder of texts and earlier answers that drafts are searched in (docs/datastore.md); None: there is
+            none.
+        recall: What is looked up there, and whether answers are kept there.
         name: What messages and metadata call the model.
 
     Attributes:
@@ -97,9 +102,11 @@ class Engine:
         prefix_bytes: As given, or what None stands for.
         prefixes: What is kept of the beginnings of texts; None where nothing is.
         reuse: What may be kept of them, or None.
+        recall: What the datastore gives to drafts; None where there is none.
 
     Raises:
         ConfigError: A setting is out of its range.
+        DatastoreError: The datastore cannot be used.
         UnsupportedModelError: The model cannot be decoded rightly, or not strictly on this device.
     """
 
@@ -114,6 +121,8 @@ class Engine:
         strict_width: int | None = None,
         batch: BatchConfig | None = None,
         prefix_bytes: int | None = None,
+        datastore: str | Path | None = None,
+        recall: RecallConfig | None = None,
         name: str = "",
     ) -> None:
         if forward not in ("auto", "torch"):
@@ -156,6 +165,7 @@ class Engine:
         self._grammars = GrammarCompiler(tokenizer, _width_of_logits(model), self.eos_ids)
         # A token that there is not ends the whole process on some devices, and all its answers.
         self._vocabulary = int(getattr(model.get_input_embeddings(), "num_embeddings", 0)) or _width_of_logits(model)
+        self.recall = self._recall(datastore, recall or RecallConfig())
 
     @classmethod
     def load(
@@ -170,6 +180,8 @@ class Engine:
         strict_width: int | None = None,
         batch: BatchConfig | None = None,
         prefix_bytes: int | None = None,
+        datastore: str | Path | None = None,
+        recall: RecallConfig | None = None,
         trust_remote_code: bool = False,
     ) -> Engine:
         """Load a model by alias, local folder or hub id.
@@ -184,10 +196,13 @@ class Engine:
             strict_width: See `Engine`.
             batch: See `Engine`.
             prefix_bytes: See `Engine`.
+            datastore: See `Engine`.
+            recall: See `Engine`.
             trust_remote_code: Whether code that comes with the model may run.
 
         Raises:
             ConfigError: A setting is out of its range.
+            DatastoreError: The datastore cannot be used.
             ModelNotFoundError: There is no such model; the message names the ways to get one.
             UnsupportedModelError: See `Engine`.
         """
@@ -203,6 +218,8 @@ class Engine:
             strict_width=strict_width,
             batch=batch,
             prefix_bytes=prefix_bytes,
+            datastore=datastore,
+            recall=recall,
             name=model,
         )
 
@@ -298,13 +315,21 @@ class Engine:
         return GenerationStream(self, asked) if inside else self.scheduler.submit(asked, patient=patient)
 
     @property
+    def batch(self) -> BatchConfig:
+        """How many requests of `submit` are decoded together."""
+        return self.scheduler.limits
+
+    @property
     def busy(self) -> Load:
         """What `submit` has it do now."""
         return self.scheduler.load
 
     def close(self) -> None:
-        """End all requests of `submit` with a `BusyError`; a later one is decoded again."""
+        """End all requests of `submit` with a `BusyError`; a later one is decoded again. Answers that are kept in the
+        datastore are on the disk then."""
         self.scheduler.close()
+        if self.recall is not None:
+            self.recall.flush()
 
     def asked(
         self,
@@ -340,19 +365,25 @@ class Engine:
         return Asked(prompt, generation, draft, selector, tuple(passages), tenant, criteria, constraint)
 
     def forget(self, tenant: str = "", *, learned: bool = True) -> None:
-        """Forget a tenant's texts: what is kept of their beginnings, and what drafting learned from them.
+        """Forget a tenant's texts: what is kept of their beginnings, what drafting learned from them, and its answers
+        in the datastore, if this engine keeps any.
 
         Answers that are in the making go on, and are kept when they end.
 
         Args:
             tenant: See `stream`.
             learned: False forgets the beginnings alone, so that the next prompt is read whole.
+
+        Raises:
+            DatastoreError: Answers could not be removed.
         """
         with self.lock:
             if learned:
                 self.learned.forget(tenant)
             if self.prefixes is not None:
                 self.prefixes.forget(tenant)
+        if learned and self.recall is not None:
+            self.recall.forget(tenant)
 
     def tell_moves(self) -> None:
         """Tell what was moved of keys and values since this was told last."""
@@ -369,6 +400,16 @@ class Engine:
         """
         if self.target.fixed is None and (self.costs is None or self.costs.max_nodes < max_nodes):
             self.costs = remembered(self.target, max_nodes, cache_folder() / "costs")
+
+    def _recall(self, datastore: str | Path | None, config: RecallConfig) -> Recall | None:
+        if datastore is None:
+            if config.keeps_answers:
+                raise ConfigError("answers are kept in a datastore: name its folder (datastore=...)")
+            return None
+        if not hasattr(self.tokenizer, "get_vocab"):
+            raise ConfigError("a datastore needs a tokenizer, by which it is known to be of this model")
+        opened = open_datastore(datastore, self.tokenizer, self._vocabulary, read_only=not config.keeps_answers)
+        return Recall(opened, config)
 
     @property
     def crowded(self) -> bool:

@@ -39,9 +39,10 @@ from reader_rag.decode.types import (
     TokenLogprobs,
 )
 from reader_rag.decode.walk import walk
-from reader_rag.draft.builder import TreeBuilder
+from reader_rag.draft.builder import NOTHING_STORED, TreeBuilder
 from reader_rag.draft.context import ContextIndex
-from reader_rag.draft.tree import SOURCES, SUCCESSOR, DraftTree
+from reader_rag.draft.tree import SOURCES, STORED, SUCCESSOR, DraftTree
+from reader_rag.errors import DatastoreError
 
 if TYPE_CHECKING:
     from reader_rag.decode.engine import Engine
@@ -204,7 +205,7 @@ class Request:
         deepest = target.deepest(state.cache.length)
         if deepest is not None:
             depth = min(depth, deepest)
-        tree = state.builder.skip() if rests else state.builder.build(state.index, max_depth=depth)
+        tree = state.builder.skip() if rests else state.draft(depth)
         if self.asked.constraint is not None:
             tree = self.asked.constraint.shape(tree, state.index.sequence, self.asked.draft.max_nodes, depth)
             state.builder.skip()  # what is allowed says nothing of what the model tends to say
@@ -272,6 +273,9 @@ class Request:
                     state.keep()
         finally:
             state.cache.release()
+        if self._ended and self._engine.recall is not None:
+            asked = self.asked
+            self._engine.recall.keep(asked.tenant, asked.prompt.token_ids, self._tokens, state.used)
 
     @property
     def result(self) -> Generation:
@@ -323,8 +327,7 @@ class Request:
             else:
                 state.provenance.undrafted(token)
         self._accepted += sources
-        state.builder.observe(emitted)
-        state.index.extend(emitted)
+        state.follow(emitted)
         if self.finish is not None:
             self._text.finish()
         return sources
@@ -391,14 +394,17 @@ class _State:
         prompt = asked.prompt
         self.cache: AnyCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
         self.index, self.provenance = texts.index, texts.provenance
+        recall = engine.recall if draft.max_nodes and asked.generation.speculate else None
         self.builder = TreeBuilder(
             max_nodes=draft.max_nodes,
             max_depth=draft.max_depth,
             min_probability=draft.min_probability,
             max_occurrences=draft.max_occurrences,
+            max_stored=0 if recall is None else 2 * recall.config.max_places,
             successors=learned.successors,
             calibration=learned.calibration,
         )
+        self._recollection = None if recall is None else recall.begin(asked.tenant, prompt.token_ids)
         self._successors = learned.successors if draft.max_successors else None
         self._engine = engine
         self._tenant = asked.tenant
@@ -430,6 +436,29 @@ class _State:
             prefixes.clear()
             _log.exception("the beginning of a text could not be kept")
 
+    def draft(self, depth: int) -> DraftTree:
+        """The best tree of all sources, no path of it longer than `depth`."""
+        stored = NOTHING_STORED
+        if self._recollection is not None:
+            try:
+                stored = self._recollection.look_up()
+            except (DatastoreError, OSError):
+                _log.exception("the datastore cannot be searched any more: this answer is drafted without it")
+                self._recollection = None
+        return self.builder.build(self.index, stored=stored, max_depth=depth)
+
+    def follow(self, emitted: list[int]) -> None:
+        """Go on behind emitted tokens, and learn how the draft fared that they were verified with."""
+        self.builder.observe(emitted)
+        self.index.extend(emitted)
+        if self._recollection is not None:
+            self._recollection.extend(emitted)
+
+    @property
+    def used(self) -> Counter[tuple[str, str]]:
+        """Accepted tokens by namespace and document of the datastore."""
+        return Counter() if self._recollection is None else self._recollection.used
+
     def learn_prompt(self, before: int, start: int, logits: torch.Tensor) -> None:
         """Learn from a chunk of the prompt behind the first `before` tokens; see `SeenLogits`."""
         assert self._successors is not None
@@ -453,8 +482,10 @@ class _State:
     def copied(self, tree: DraftTree, node: int, token: int) -> str:
         """Note where an accepted node came from; returns its source's name."""
         source, position = int(tree.sources[node]), int(tree.positions[node])
-        if source == SUCCESSOR:
+        if source in (STORED, SUCCESSOR):
             self.provenance.undrafted(token)
-            return SOURCES[SUCCESSOR]
+            if source == STORED and self._recollection is not None:
+                self._recollection.accepted(position)
+            return SOURCES[source]
         self.provenance.drafted(source, position)
         return SOURCES[source] if self.index.locate(source, position).passage_id is None else "passage"

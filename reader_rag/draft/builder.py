@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reader_rag.draft import tree_kernels as kernels
 from reader_rag.draft.calibration import Calibration, Scoring
@@ -15,6 +16,11 @@ from reader_rag.draft.successor_kernels import KEPT
 from reader_rag.draft.successors import SuccessorTable
 from reader_rag.draft.tree import DraftTree
 
+StoredArrays = tuple[NDArray[np.int32], int, NDArray[np.int32], int]
+"""Tokens int32 [>= size], each text ended by a negative one; their size; places int32 [2, >= n], positions in them and
+match lengths; n."""
+NOTHING_STORED: StoredArrays = (np.zeros(1, np.int32), 0, np.zeros((2, 1), np.int32), 0)
+"""No places in the datastore."""
 _LUCK = 2.0
 """Hits that a stream is given in advance when its luck is judged."""
 
@@ -32,6 +38,7 @@ class TreeBuilder:
         max_depth: Longest path, in tokens.
         min_probability: Least path probability of a node.
         max_occurrences: What the indexes were made with.
+        max_stored: Most places in the datastore of one draft.
         successors: The target's own next tokens; None: drafts are copied only.
         calibration: Corrects the estimates; None: by the shipped counts, learning on.
         scoring: How candidates are estimated.
@@ -44,6 +51,7 @@ class TreeBuilder:
         max_depth: int = 40,
         min_probability: float = 0.0001,
         max_occurrences: int = 256,
+        max_stored: int = 0,
         successors: SuccessorTable | None = None,
         calibration: Calibration | None = None,
         scoring: Scoring | None = None,
@@ -55,8 +63,10 @@ class TreeBuilder:
         self._max_nodes = max_nodes
         self._nodes = 0
         self._places = 2 * max_occurrences
+        self._stored = max_stored
         self._fortune = np.zeros(2)
-        width = 1 << max(2 * self._places, self._places + KEPT, max_nodes).bit_length()
+        places = self._places + max_stored
+        width = 1 << max(2 * places, places + KEPT, max_nodes).bit_length()
         self._work = np.full((kernels.WORK_ROWS, width + kernels.PADDING), EMPTY, np.int32)
         self._mass = np.zeros((kernels.MASS_ROWS, width + kernels.PADDING))
         table = self.successors
@@ -66,11 +76,14 @@ class TreeBuilder:
             *(self._work, self._mass, max_nodes),
         )
 
-    def build(self, index: ContextIndex, *, max_depth: int | None = None) -> DraftTree:
+    def build(
+        self, index: ContextIndex, *, stored: StoredArrays = NOTHING_STORED, max_depth: int | None = None
+    ) -> DraftTree:
         """Draft what may follow the index's sequence.
 
         Args:
             index: The request's texts and matches.
+            stored: What the datastore holds behind places like the sequence's end.
             max_depth: Longest path of this tree, if shorter than the builder's (e.g. few tokens are left to emit).
 
         Returns:
@@ -83,10 +96,13 @@ class TreeBuilder:
         depth = self._max_depth if max_depth is None else min(max_depth, self._max_depth)
         if depth < 1 or not self._max_nodes or not len(index):
             return DraftTree.empty()
-        if index.followed > self._places:
+        if index.followed > self._places or stored[3] > self._stored:
             # The kernels check no bounds.
-            raise ValueError(f"the index follows {index.followed} places and the builder has room for {self._places}")
-        arguments: Any = (*index.arrays, *self._fixed, depth, self._floor)
+            raise ValueError(
+                f"{index.followed} places in the index and {stored[3]} in the datastore are followed, and the builder "
+                f"has room for {self._places} and {self._stored}"
+            )
+        arguments: Any = (*index.arrays, *stored, *self._fixed, depth, self._floor)
         self._nodes = nodes = kernels.build(*arguments)
         return DraftTree(self._work[: kernels.TREE_ROWS, :nodes].copy(), self._mass[kernels.PATHS, :nodes].copy())
 

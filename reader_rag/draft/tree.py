@@ -12,8 +12,10 @@ from reader_rag.draft import tree_kernels as kernels
 
 Int32 = NDArray[np.int32]
 
-SOURCES = ("context", "passage", "successor")
+SOURCES = ("context", "passage", "datastore", "successor")
 """Source names by the code that `DraftTree.sources` holds."""
+STORED = 2
+"""The one of nodes that were copied from the datastore."""
 SUCCESSOR = kernels.SUCCESSOR
 """The one of nodes that were not copied: they have no position."""
 

@@ -24,7 +24,7 @@ LENGTH_BUCKETS = 9
 ESTIMATE_BUCKETS = 10
 LISTED = 3
 SUPPORT = 2
-ORIGINS = 3
+ORIGINS = 4
 COPY_CELLS = ORIGINS * LENGTH_BUCKETS * ESTIMATE_BUCKETS * LISTED * SUPPORT
 CELLS = COPY_CELLS + 3 * ESTIMATE_BUCKETS
 LEAST_RATE, MOST_RATE = 0.25, 4.0
@@ -65,7 +65,8 @@ def copy_cell(origin: int, length: int, estimate: float, listed: int, agree: boo
     """The cell of a copied candidate.
 
     Args:
-        origin: Of the longest match behind it: 0: the prompt; 1: the output; 2: a passage beside them.
+        origin: Of the longest match behind it: 0: the prompt; 1: the output; 2: a passage beside them; 3: the
+            datastore.
         length: That match.
         estimate: Its probability, uncorrected.
         listed: 0: no successors are known; 1: it is none of them; 2: it is one.
@@ -103,7 +104,7 @@ MASS_ROWS = 6
 # Rows of the calibration's counts.
 HITS, EXPECTED, RATES = 0, 1, 2
 
-SUCCESSOR = 2
+SUCCESSOR = 3
 """The source of nodes that only the successors proposed."""
 
 
@@ -248,7 +249,8 @@ def _find(
     for child in range(groups):
         best = work[_FOUND_BEST, child]
         estimate = mass[_ESTIMATE, child]
-        origin = 2 if work[_MEMBER_SOURCE, best] == 1 else (1 if work[_MEMBER_POSITION, best] + depth >= prompt else 0)
+        source = work[_MEMBER_SOURCE, best]
+        origin = source + 1 if source else (1 if work[_MEMBER_POSITION, best] + depth >= prompt else 0)
         cell = copy_cell(
             origin,
             work[_MEMBER_LENGTH, best] + depth,
@@ -262,14 +264,14 @@ def _find(
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _members(sequence_matches: Any, followed: int, passage_matches: Any, passage_followed: int, work: Any) -> int:
+def _members(matches: Any, followed: Any, work: Any) -> int:
     members = 0
-    for source in range(2):
-        matches = sequence_matches if source == 0 else passage_matches
-        for k in range(followed if source == 0 else passage_followed):
+    for source in range(3):
+        places = matches[source]
+        for k in range(followed[source]):
             work[_MEMBER_SOURCE, members] = source
-            work[_MEMBER_POSITION, members] = matches[0, k]
-            work[_MEMBER_LENGTH, members] = matches[1, k]
+            work[_MEMBER_POSITION, members] = places[0, k]
+            work[_MEMBER_LENGTH, members] = places[1, k]
             work[_ORDER, members] = members
             members += 1
     return members
@@ -318,6 +320,10 @@ def build(
     followed: int,
     passage_matches: Any,
     passage_followed: int,
+    stored: Any,
+    stored_size: int,
+    stored_matches: Any,
+    stored_followed: int,
     keys: Any,
     entries: Any,
     prior: Any,
@@ -329,7 +335,7 @@ def build(
     max_depth: int,
     floor: float,
 ) -> int:
-    """Grow a draft tree best first from the matches of two corpora and from successors.
+    """Grow a draft tree best first from the matches of three corpora and from successors.
 
     Args:
         sequence: int32 [>= length], prompt and output so far.
@@ -341,6 +347,11 @@ def build(
         followed: Matches in the sequence.
         passage_matches: int32 [2, >= passage_followed].
         passage_followed: Matches in the passages.
+        stored: int32 [>= stored_size], what the datastore holds behind its matches, each text ended by a negative
+            token.
+        stored_size: Tokens of them.
+        stored_matches: int32 [2, >= stored_followed].
+        stored_followed: Matches in them.
         keys: int64 [sets, ways], of the successor table; no sets: none.
         entries: int32 [sets * ways, ENTRY_COLUMNS].
         prior: int32 [tokens, BEST], by token id its next tokens; see `successors`.
@@ -357,12 +368,13 @@ def build(
     Returns:
         The number of nodes.
     """
-    corpora, sizes = (sequence, passages), (length, size)
+    corpora, sizes = (sequence, passages, stored), (length, size, stored_size)
     # The best `max_nodes` candidates so far, in order; those before `nodes` are in the tree. Any other can never be.
     paths, ranked = mass[PATHS], work[_RANKED]
     ordered = nodes = depth = start = 0
     prepare(work[_SCRATCH])
-    stop = _members(sequence_matches, followed, passage_matches, passage_followed, work)
+    matches = (sequence_matches, passage_matches, stored_matches)
+    stop = _members(matches, (followed, passage_followed, stored_followed), work)
     token, before, above = int(sequence[length - 1]), int(sequence[length - 2]) if length > 1 else -1, 1.0
     while True:
         # No candidate below the least of `max_nodes` others is ever taken, and no child is above its parent.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reader_rag.config import RecallConfig
 from reader_rag.models import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 from reader_rag.ui.terminal import status
 
@@ -24,6 +26,8 @@ class ModelOptions:
         dtype: "auto", "float32", "bfloat16" or "float16"; of the LLM.
         exactness: "fast" or "strict".
         trust_remote_code: Run code that comes with the models.
+        datastore: Folder of texts and earlier answers that drafts are searched in, or None.
+        keeps_answers: Keep answers there.
     """
 
     model: str = DEFAULT_MODEL
@@ -32,6 +36,8 @@ class ModelOptions:
     dtype: str = "auto"
     exactness: str = "fast"
     trust_remote_code: bool = False
+    datastore: Path | None = None
+    keeps_answers: bool = False
 
     def load_embedding(self) -> LocalEmbedding:
         """The embedding model.
@@ -57,6 +63,7 @@ class ModelOptions:
         Raises:
             ConfigError: A setting is unknown or out of its range.
             ModelError: The model cannot be found or used.
+            DatastoreError: The datastore cannot be used.
         """
         with status(f"loading {self.model}") as say:
             from reader_rag.llm import ReaderLLM
@@ -71,4 +78,6 @@ class ModelOptions:
                 exactness=self.exactness,
                 max_tokens=max_tokens,
                 trust_remote_code=self.trust_remote_code,
+                datastore=self.datastore,
+                recall=RecallConfig(keeps_answers=self.keeps_answers),
             )

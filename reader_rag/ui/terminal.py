@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from reader_rag.errors import ReaderWarning
@@ -116,6 +116,27 @@ def ingest_progress() -> Iterator[Callable[[str, int, int], None]]:
             progress.update(tasks[stage], completed=done, total=total, visible=total > 0)
 
         yield show
+
+
+@contextmanager
+def bytes_progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over bytes, gone when it ends; none where there is no terminal.
+
+    Args:
+        text: What is being done.
+        total: Bytes in all.
+
+    Yields:
+        A function that is told of more bytes that are done.
+    """
+    console = messages()
+    if not _is_lively(console):
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda done: progress.advance(task, done)
 
 
 def _is_lively(console: Console) -> bool:

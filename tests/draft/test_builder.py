@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from reader_rag.draft import Calibration, ContextIndex, DraftTree, Scoring, SuccessorTable, TreeBuilder
 from reader_rag.draft import tree_kernels as kernels
+from reader_rag.draft.builder import NOTHING_STORED, StoredArrays
 from reader_rag.draft.successor_kernels import BEST, RANKS
-from reader_rag.draft.tree import SUCCESSOR
+from reader_rag.draft.tree import STORED, SUCCESSOR
 
 LINEAR = Scoring(scale=1.0, power=1.0)
 """A place whose match is L tokens long has L votes; "none of them" has one."""
@@ -36,8 +37,10 @@ def build(
     successors: SuccessorTable | None = None,
     calibration: Calibration | None = None,
     scoring: Scoring = LINEAR,
+    stored: StoredArrays = NOTHING_STORED,
 ) -> DraftTree:
     builder = TreeBuilder(
+        max_stored=stored[3],
         max_nodes=max_nodes,
         max_depth=max_depth,
         min_probability=min_probability,
@@ -45,7 +48,7 @@ def build(
         calibration=calibration or Calibration.blank(learns=False),
         scoring=scoring,
     )
-    tree = builder.build(index)
+    tree = builder.build(index, stored=stored)
     tree.check()
     return tree
 
@@ -190,7 +193,9 @@ def test_a_tree_does_not_change_when_the_builder_goes_on() -> None:
 
 def test_an_index_with_more_places_than_the_builder_has_room_for_is_refused() -> None:
     index = ContextIndex([1] * 50, max_occurrences=40)
-    with pytest.raises(ValueError, match="follows 40 places and the builder has room for 20"):
+    with pytest.raises(
+        ValueError, match="40 places in the index and 0 in the datastore are followed, and the builder has room for 20"
+    ):
         TreeBuilder(max_occurrences=10).build(index)
 
 
@@ -505,14 +510,14 @@ def copy_cell(origin: int, length: int, estimate: float, listed: int, agree: boo
     """
     place = (origin, bisect_left(LENGTHS, length), bisect_left(ESTIMATES, estimate), listed, int(agree))
     cell = 0
-    for at, size in zip(place, (3, 9, 10, 3, 2), strict=True):
+    for at, size in zip(place, (4, 9, 10, 3, 2), strict=True):
         cell = cell * size + at
     return cell
 
 
 def successor_cell(kind: int, estimate: float) -> int:
     """The cell of a candidate that only the successors propose; kind 0: of two tokens; 1: of one; 2: by the prior."""
-    return 3 * 9 * 10 * 3 * 2 + 10 * kind + bisect_left(ESTIMATES, estimate)
+    return 4 * 9 * 10 * 3 * 2 + 10 * kind + bisect_left(ESTIMATES, estimate)
 
 
 class Case(NamedTuple):
@@ -527,6 +532,8 @@ class Case(NamedTuple):
     rates: int
     """Seed of random corrections; 0: none."""
     scoring: Scoring
+    stored: list[tuple[int, list[int]]]
+    """What the datastore holds behind places: match lengths and tokens."""
     stride: int = 1
 
 
@@ -548,10 +555,12 @@ class Drafting:
     table: SuccessorTable
     calibration: Calibration
     scoring: Scoring
+    stored: StoredArrays
 
     def build(self, *, max_nodes: int = 64, max_depth: int = 40, min_probability: float = 0.0) -> DraftTree:
         return build(
             self.index,
+            stored=self.stored,
             max_nodes=max_nodes,
             max_depth=max_depth,
             min_probability=min_probability,
@@ -580,9 +589,10 @@ class Drafting:
 
     def children(self, path: Sequence[int]) -> dict[int, Child]:
         """All children of a path from the root, in the order in which equally probable ones are drafted."""
-        corpora = (self.index.sequence.tolist(), self.index.passages.tolist())
+        corpora = (self.index.sequence.tolist(), self.index.passages.tolist(), self.stored[0].tolist())
         members = [(0, *place) for place in self.index.sequence_matches.T.tolist()]
         members += [(1, *place) for place in self.index.passage_matches.T.tolist()]
+        members += [(2, *place) for place in self.stored[2].T.tolist()]
         depth = len(path)
         groups: dict[int, list[tuple[int, int, int]]] = {}
         for source, position, length in members:
@@ -602,7 +612,7 @@ class Drafting:
         for token, group in groups.items():
             estimate = votes[token] / free + weights.get(token, 0) * share
             source, position, length = max(group, key=lambda member: member[2])
-            origin = 2 if source == 1 else int(position >= self.prompt)
+            origin = source + 1 if source else int(position >= self.prompt)
             known = 2 if token in weights else 1 if total else 0
             rate = float(rates[copy_cell(origin, length, estimate, known, len(group) > 1)])
             found[token] = Child(min(estimate * rate, 0.995), source, position, length)
@@ -654,7 +664,13 @@ def ready(case: Case) -> Drafting:
         random = np.random.default_rng(case.rates)
         hits, expected = random.uniform(0.0, 4.0, kernels.CELLS), random.uniform(0.5, 4.0, kernels.CELLS)
         calibration = Calibration(hits, expected, learns=False)
-    return Drafting(index, len(case.prompt), table, calibration, case.scoring)
+    behind = [[*ids(tokens), -1] for _, tokens in case.stored]
+    places = np.zeros((2, len(behind)), np.int32)
+    places[0] = np.cumsum([0, *map(len, behind)])[:-1]
+    places[1] = [length for length, _ in case.stored]
+    tokens = np.array([token for text in behind for token in text], np.int32)
+    stored = (tokens, len(tokens), places, len(behind))
+    return Drafting(index, len(case.prompt), table, calibration, case.scoring, stored)
 
 
 def texts(least: int, most: int) -> st.SearchStrategy[list[int]]:
@@ -685,6 +701,7 @@ cases = st.builds(
         single=st.sampled_from([0.25, 1.5]),
         prior=st.sampled_from([0.2, 1.0]),
     ),
+    stored=st.one_of(st.just([]), st.lists(st.tuples(st.integers(1, 40), texts(1, 12)), max_size=6)),
     # Multiples of a large power of two all fall into one slot of a hash table.
     stride=st.sampled_from([1, 1, 1 << 20]),
 )
@@ -757,13 +774,18 @@ def test_a_smaller_tree_is_the_head_of_a_larger_one(case: Case, small: int, more
 @given(cases)
 def test_every_copied_node_names_a_true_place_with_a_true_match(case: Case) -> None:
     drafting = ready(case)
-    corpora = (drafting.index.sequence.tolist(), drafting.index.passages.tolist())
+    corpora = (drafting.index.sequence.tolist(), drafting.index.passages.tolist(), drafting.stored[0].tolist())
+    stored = dict(drafting.stored[2].T.tolist())
     for path, (source, position, length) in path_table(drafting.build()).items():
         if source == SUCCESSOR:
             assert position == -1
             continue
         corpus, so_far = corpora[source], [*corpora[0], *path]
         assert corpus[position] == path[-1]
+        if source == STORED:  # what stands before is the datastore's to know
+            start = position + 1 - len(path)
+            assert (corpus[start : position + 1], length) == (list(path), stored[start] + len(path) - 1)
+            continue
         assert length >= len(path)
         assert corpus[position - length : position] == so_far[len(so_far) - 1 - length : -1]
 

@@ -13,7 +13,7 @@ from reader_rag.draft import calibration as module
 from reader_rag.draft import tree_kernels as kernels
 from reader_rag.draft.calibration import smoothed
 
-COPIED = (3, 9, 10, 3, 2)
+COPIED = (4, 9, 10, 3, 2)
 """Cells of copied candidates: origin, match length, estimate, listed, agreement."""
 OTHERS = (3, 10)
 """Cells of candidates that only the successors propose: kind of entry, estimate."""
@@ -48,9 +48,9 @@ def test_a_blank_calibration_takes_estimates_as_they_are() -> None:
     blank = Calibration.blank()
     assert blank.learns
     assert not Calibration.blank(learns=False).learns
-    assert blank.counts.shape == (3, kernels.CELLS) == (3, 1650)
+    assert blank.counts.shape == (3, kernels.CELLS) == (3, 2190)
     hits, expected, rates = blank.counts
-    assert rates.tolist() == [1.0] * 1650
+    assert rates.tolist() == [1.0] * 2190
     assert hits.tolist() == expected.tolist()
     assert all(expected > 0.0)
 

@@ -75,7 +75,7 @@ def test_without_the_compiler_the_same_trees_come_out_and_the_same_is_learned() 
     assert plain == here
     last = here["trees"][-1]
     assert len(last["tokens"]) == 12
-    assert set(last["sources"]) == {0, 1, 2}
+    assert set(last["sources"]) == {0, 1, 3}
     assert here["moved"] > 3
 
 

@@ -1,0 +1,51 @@
+"""Text that is found on any machine, for benches that need a lot of it: the files of installed packages."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+_KINDS = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".c", ".cpp", ".html", ".js", ".ts"}
+_SYSTEM = ("/usr/share", "/usr/include", "/usr/lib")
+_LEAST, _MOST = 1_000, 1_000_000
+"""Bytes of a file that counts; longer ones are tables of data."""
+
+
+def text_files() -> list[Path]:
+    """Sources and docs of the packages of this Python and of the system, in an order that mixes them, always the same.
+
+    Returns:
+        Absolute paths, each once.
+    """
+    paths = sysconfig.get_paths()
+    places = [paths["purelib"], paths["platlib"], paths["stdlib"], *site.getsitepackages(), *sys.path[1:], *_SYSTEM]
+    found: set[Path] = set()
+    for place in dict.fromkeys(Path(place).resolve() for place in places if place):
+        for folder, _, names in os.walk(place):
+            found.update(Path(folder, name) for name in names if Path(name).suffix in _KINDS)
+    files = sorted(found)
+    random.Random(0).shuffle(files)
+    return files
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """(path, text) of each of `text_files` that is text of a plausible size and not a copy of one before."""
+    seen: set[bytes] = set()
+    for path in text_files():
+        try:
+            if not _LEAST <= path.stat().st_size <= _MOST:
+                continue
+            data = path.read_bytes()
+            text = data.decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield str(path), text
