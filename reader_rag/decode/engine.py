@@ -59,6 +59,7 @@ class Wishes(TypedDict, total=False):
         stopping_criteria: Criteria of `transformers`, or functions of (token ids [1, length], None): asked after
             every token, likewise.
         selector: Chooses the tokens instead of all that.
+        recall: False leaves the engine's datastore alone: it is not searched, and the answer is not kept there.
     """
 
     tenant: str
@@ -66,6 +67,7 @@ class Wishes(TypedDict, total=False):
     logits_processor: Sequence[Processor]
     stopping_criteria: Sequence[StoppingCriterion]
     selector: Selector | None
+    recall: bool
 
 
 class Engine:
@@ -362,7 +364,8 @@ class Engine:
             constraint = self._constraint(prompt, generation)
             selector = self.selector(prompt, generation, processors, constraint)
         draft, tenant = wishes.get("draft") or self.draft, wishes.get("tenant", "")
-        return Asked(prompt, generation, draft, selector, tuple(passages), tenant, criteria, constraint)
+        recalls = wishes.get("recall", True)
+        return Asked(prompt, generation, draft, selector, tuple(passages), tenant, criteria, constraint, recalls)
 
     def forget(self, tenant: str = "", *, learned: bool = True) -> None:
         """Forget a tenant's texts: what is kept of their beginnings, what drafting learned from them, and its answers

@@ -69,6 +69,7 @@ class Asked:
         tenant: On whose behalf.
         criteria: Ask whether to stop.
         constraint: The grammar's state, if there is a grammar.
+        recalls: Whether the engine's datastore is searched, and may keep the answer.
     """
 
     prompt: Prompt
@@ -79,6 +80,7 @@ class Asked:
     tenant: str = ""
     criteria: Sequence[StoppingCriterion] = ()
     constraint: Constraint | None = None
+    recalls: bool = True
 
 
 class Request:
@@ -273,8 +275,8 @@ class Request:
                     state.keep()
         finally:
             state.cache.release()
-        if self._ended and self._engine.recall is not None:
-            asked = self.asked
+        asked = self.asked
+        if self._ended and asked.recalls and self._engine.recall is not None:
             self._engine.recall.keep(asked.tenant, asked.prompt.token_ids, self._tokens, state.used)
 
     @property
@@ -394,7 +396,7 @@ class _State:
         prompt = asked.prompt
         self.cache: AnyCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
         self.index, self.provenance = texts.index, texts.provenance
-        recall = engine.recall if draft.max_nodes and asked.generation.speculate else None
+        recall = engine.recall if asked.recalls and draft.max_nodes and asked.generation.speculate else None
         self.builder = TreeBuilder(
             max_nodes=draft.max_nodes,
             max_depth=draft.max_depth,

@@ -104,6 +104,8 @@ def compare(
 ) -> Comparison:
     """Decode a prompt with and without drafts, in turn, up to three times each while that is quick.
 
+    A datastore is left alone: it may hold this very answer.
+
     Args:
         engine: Decodes both ways.
         prompt: What to answer.
@@ -119,7 +121,7 @@ def compare(
         # The order changes every round, so that a machine that slows down meanwhile is unfair to neither.
         for name in list(ways)[:: -1 if number % 2 else 1]:
             engine.forget(tenant, learned=False)  # each reads the whole prompt
-            runs[name].append(engine.generate(prompt, ways[name], passages, tenant=tenant))
+            runs[name].append(engine.generate(prompt, ways[name], passages, tenant=tenant, recall=False))
         if time.perf_counter() - started > _ENOUGH_SECONDS:
             break
     return Comparison(
@@ -138,7 +140,9 @@ def _warm_up(
     short = Prompt(prompt.token_ids[:_WARM_UP_PROMPT])
     for generation in ways.values():
         few = min(generation.max_tokens, _WARM_UP_TOKENS)
-        engine.generate(short, replace(generation, max_tokens=few, ignore_eos=True, stop=()), passages, tenant=tenant)
+        engine.generate(
+            short, replace(generation, max_tokens=few, ignore_eos=True, stop=()), passages, tenant=tenant, recall=False
+        )
 
 
 def _method(runs: Sequence[Generation]) -> Method:
@@ -167,7 +171,7 @@ def _difference(
     # Up to there both answers are the same, so plain decoding's margin is the one that was decided by.
     engine.forget(tenant, learned=False)
     short = replace(plain, record_margins=True, max_tokens=position + 1)
-    again = engine.generate(prompt, short, passages, tenant=tenant)
+    again = engine.generate(prompt, short, passages, tenant=tenant, recall=False)
     margin = again.margins[position] if position < len(again.margins) else 0.0
 
     def text(token_ids: Sequence[int]) -> str:

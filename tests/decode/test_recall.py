@@ -223,3 +223,16 @@ def test_prompts_of_one_token_are_kept_whole(made: Made) -> None:
     prompt = Prompt((7,), "")
     first, again = engine.generate(prompt, settings), engine.generate(prompt, settings)
     assert first.token_ids == again.token_ids
+
+
+def test_a_request_may_leave_the_datastore_alone(made: Made) -> None:
+    engine = made.keeping()
+    prompt = engine.tokenize("what is the answer", special=False)
+    settings = GenerationConfig(max_tokens=40, ignore_eos=True)
+    first = engine.generate(prompt, settings, recall=False)
+    assert engine.recall is not None
+    assert engine.recall.datastore.namespaces() == []
+    engine.generate(prompt, settings)
+    again = engine.generate(prompt, settings, recall=False)
+    assert first.token_ids == again.token_ids
+    assert drafted(again) == 0
