@@ -52,6 +52,8 @@ StoppingCriterion = Callable[[torch.Tensor, None], Any]
 
 _log = logging.getLogger(__name__)
 
+_LEAST_COPY = 3
+"""Tokens before one from the datastore that must stand in prompt or passages too, for it to be copied from there."""
 _TOKENS_BEFORE = 4
 """Prompt tokens that the first token of an answer is decoded behind."""
 
@@ -328,8 +330,12 @@ class Request:
                 sources[state.copied(tree, accepted[k], token)] += 1
             else:
                 state.provenance.undrafted(token)
+            if state.recalls:  # what is told of the next token goes by the matches up to it
+                state.follow([token])
         self._accepted += sources
-        state.follow(emitted)
+        state.builder.observe(emitted)
+        if not state.recalls:
+            state.follow(emitted)
         if self.finish is not None:
             self._text.finish()
         return sources
@@ -449,12 +455,16 @@ class _State:
                 self._recollection = None
         return self.builder.build(self.index, stored=stored, max_depth=depth)
 
-    def follow(self, emitted: list[int]) -> None:
-        """Go on behind emitted tokens, and learn how the draft fared that they were verified with."""
-        self.builder.observe(emitted)
-        self.index.extend(emitted)
+    @property
+    def recalls(self) -> bool:
+        """Whether drafts come from a datastore."""
+        return self._recollection is not None
+
+    def follow(self, tokens: list[int]) -> None:
+        """Go on behind emitted tokens."""
+        self.index.extend(tokens)
         if self._recollection is not None:
-            self._recollection.extend(emitted)
+            self._recollection.extend(tokens)
 
     @property
     def used(self) -> Counter[tuple[str, str]]:
@@ -484,10 +494,18 @@ class _State:
     def copied(self, tree: DraftTree, node: int, token: int) -> str:
         """Note where an accepted node came from; returns its source's name."""
         source, position = int(tree.sources[node]), int(tree.positions[node])
-        if source in (STORED, SUCCESSOR):
-            self.provenance.undrafted(token)
-            if source == STORED and self._recollection is not None:
+        if source == STORED:
+            # An earlier answer may have copied it from what this prompt has, too.
+            place = self.index.goes_on_with(token, _LEAST_COPY)
+            if place is None:
+                self.provenance.undrafted(token)
+            else:
+                self.provenance.drafted(*place)
+            if self._recollection is not None:
                 self._recollection.accepted(position)
-            return SOURCES[source]
+            return SOURCES[STORED]
+        if source == SUCCESSOR:
+            self.provenance.undrafted(token)
+            return SOURCES[SUCCESSOR]
         self.provenance.drafted(source, position)
         return SOURCES[source] if self.index.locate(source, position).passage_id is None else "passage"

@@ -275,6 +275,29 @@ class ContextIndex:
             raise ValueError(f"no tokens {start}..{stop} in a sequence of {len(self)}")
         self._marks.append((start, stop, passage_id))
 
+    def goes_on_with(self, token: int, least: int) -> tuple[int, int] | None:
+        """Where the same stands that the sequence would end with, if a token came next.
+
+        Args:
+            token: What may come next.
+            least: Tokens before it that must be the same.
+
+        Returns:
+            Source and position of the token behind the longest match; None: nowhere.
+        """
+        found = None
+        for source, corpus, places in (
+            (0, self.sequence, self.sequence_matches),
+            (1, self.passages, self.passage_matches),
+        ):
+            positions, lengths = places[:, (places[0] < len(corpus)) & (places[1] >= least)]
+            same = np.flatnonzero(corpus[positions] == token)
+            if len(same):
+                best = same[int(np.argmax(lengths[same]))]
+                least = int(lengths[best]) + 1
+                found = source, int(positions[best])
+        return found
+
     def locate(self, source: int, position: int) -> Place:
         """What a draft node's `source` and `position` refer to.
 

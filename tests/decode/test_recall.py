@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from reader_rag.config import DraftConfig, GenerationConfig, RecallConfig
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.recall import answers_of, open_datastore, passages_of, texts_of
-from reader_rag.decode.types import Generation, Prompt
+from reader_rag.decode.select import Verified
+from reader_rag.decode.types import Generation, Passage, Prompt
 from reader_rag.draft.datastore import Cursor, Datastore
 from reader_rag.errors import ConfigError, DatastoreBusyError, DatastoreMismatchError, DatastoreNotFoundError
 
@@ -236,3 +237,24 @@ def test_a_request_may_leave_the_datastore_alone(made: Made) -> None:
     again = engine.generate(prompt, settings, recall=False)
     assert first.token_ids == again.token_ids
     assert drafted(again) == 0
+
+
+def test_what_an_earlier_answer_copied_is_still_told_when_the_answer_comes_from_the_datastore(made: Made) -> None:
+    engine = made.keeping()
+    passage = Passage("heron", "the heron stands in the water and waits for the fish to come near")
+    prompt = engine.tokenize(f"passages: {passage.text} question: what does it do", special=False)
+    said = engine.tokenize("I see that the heron stands in the water and waits for it", special=False).token_ids
+
+    def forced(verified: Verified) -> Any:
+        return lambda row: said[verified.position(row) - len(prompt.token_ids)]
+
+    settings = GenerationConfig(max_tokens=len(said), ignore_eos=True)
+    first, again = (engine.generate(prompt, settings, [passage], selector=forced) for _ in range(2))
+    assert first.token_ids == again.token_ids == said
+    assert drafted(again) > 10
+    for answer in (first, again):
+        longest = max(answer.copied, key=lambda span: span.text_end - span.text_start)
+        assert longest.passage_id == "heron"
+        copied = answer.text[longest.text_start : longest.text_end]
+        assert "heron stands in the water and waits for" in copied
+        assert passage.text[longest.passage_start : longest.passage_end] == copied
