@@ -46,8 +46,6 @@ _WIDEN_EVERY = 32
 _REST_AFTER, _DRAFT_EVERY = 16, 4
 """After so many plain steps in a row, one step in so many makes a draft at all."""
 
-_RANKED_BY = ("probabilities", "depths")
-
 Float64 = NDArray[np.float64]
 
 
@@ -200,7 +198,8 @@ class StepCosts:
             For each 0..len(tree); 0: a plain step is faster.
         """
         texts = len(trees)
-        probabilities, depths = (np.concatenate([getattr(tree, name) for tree in trees]) for name in _RANKED_BY)
+        probabilities = np.concatenate([tree.probabilities for tree in trees])
+        depths = np.concatenate([tree.depths for tree in trees])
         stops = np.cumsum([len(tree) for tree in trees])
         owners = np.empty(len(depths), np.int32)
         fortunes = np.ones(texts) if lucks is None else np.array(lucks)

@@ -290,7 +290,7 @@ def _is_known(model: PreTrainedModel) -> bool:
         and getattr(config, "hidden_act", None) == "silu"
         and not getattr(config, "sliding_window", None)
         and rotation.get("rope_type", "default") in _ROTATIONS
-        and not _head_width(config) % LANES
+        and not head_width(config) % LANES
         and all(type(module).__module__.startswith(_HOMES) for module in model.modules())
         and not any(
             module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
@@ -300,8 +300,10 @@ def _is_known(model: PreTrainedModel) -> bool:
     )
 
 
-def _head_width(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def head_width(config: Any) -> int:
+    """Numbers of a query or key of one head, by what configurations usually say."""
+    heads = getattr(config, "num_attention_heads", 1)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _widened(values: Array) -> Array:

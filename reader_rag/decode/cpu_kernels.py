@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 from numba import carray, njit, prange, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
 from reader_rag.decode import lanes as lanes_of_numba
+from reader_rag.draft.addresses import pointer
 
 lanes: Any = lanes_of_numba  # in kernels its operations take no compiler's context
 
@@ -487,26 +488,13 @@ def _slots_of(committed: Any, path: Any, length: Any, slots: Any) -> None:
         slots[t] = committed - 1 if t < odd else committed + path[t - odd]
 
 
-@intrinsic
-def _address(typing_context: Any, address: Any) -> Any:
-    """An address as what `carray` takes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.intp), generate
-
-
-_pointer: Any = _address
-
-
 @njit(cache=True, error_model="numpy", nogil=True)
 def _heads_at(address: Any, heads: Any, capacity: Any, like: Any) -> Any:
     """The array [heads, capacity, width of `like`] at an address.
 
     Texts come and go, and no list of arrays that differ in shape is as cheap to hand over as their addresses.
     """
-    return carray(_pointer(address), (heads, capacity, like.shape[1]), like.dtype)
+    return carray(pointer(address), (heads, capacity, like.shape[1]), like.dtype)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)

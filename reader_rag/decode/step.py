@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from reader_rag.config import Forward
 from reader_rag.decode.batch_cache import BatchCache
 from reader_rag.decode.cache import TreeCache
-from reader_rag.decode.cpu_forward import CpuForward, Rows, slow_products
+from reader_rag.decode.cpu_forward import CpuForward, Rows, head_width, slow_products
 from reader_rag.decode.masks import attention_kinds, attention_masks
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import UnsupportedModelError
@@ -544,10 +544,8 @@ def context_window(config: Any) -> int | None:
 
 def _position_bytes(config: Any, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one position in all layers, by what configurations usually say of them."""
-    heads = getattr(config, "num_attention_heads", 1)
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    return int(2 * config.num_hidden_layers * key_heads * width * dtype.itemsize)
+    key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
+    return int(2 * config.num_hidden_layers * key_heads * head_width(config) * dtype.itemsize)
 
 
 def _switch_of_rotation(config: Any) -> int | None:

@@ -58,10 +58,10 @@ class Scoring:
 class Calibration:
     """How right the estimates were for each kind of candidate (its cell), and the factors that correct them.
 
-    A copied candidate's cell is: whether the longest match behind it lies in the prompt, the output or a passage, that
-    match's length, the estimate (which grows with its share of the votes), whether several occurrences agree on it, and
-    whether the successors list it. That of a candidate which only the successors propose: the kind of their entry, and
-    the estimate.
+    A copied candidate's cell is: whether the longest match behind it lies in the prompt, the output, a passage or the
+    datastore, that match's length, the estimate (which grows with its share of the votes), whether several occurrences
+    agree on it, and whether the successors list it. That of a candidate which only the
+    successors propose: the kind of their entry, and the estimate.
 
     Starts from counts made on texts of several kinds (`reader-rag bench calibrate`) and counts on from there.
     Not for several threads at once.

@@ -13,6 +13,7 @@ import typer
 
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError, IngestError
+from reader_rag.models import DEFAULT_MODEL
 from reader_rag.ui.terminal import bytes_progress, output, print_warning, status
 
 if TYPE_CHECKING:
@@ -37,14 +38,12 @@ Shared = Annotated[bool, typer.Option("--shared", help="Every request searches i
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 
-_MODEL = "smollm2-135m"
-
 
 @app.command(epilog="Example: reader-rag datastore build ~/manuals notes.md --datastore ~/drafts")
 def build(
     paths: Annotated[list[Path], typer.Argument(help="Folders and files; hidden ones inside are passed over.")],
     datastore: Folder,
-    model: Model = _MODEL,
+    model: Model = DEFAULT_MODEL,
     tenant: Tenant = "",
     shared: Shared = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -85,7 +84,7 @@ def add(
     name: Annotated[
         str | None, typer.Option("--name", help="Name of the document, of one file.", show_default="its path")
     ] = None,
-    model: Model = _MODEL,
+    model: Model = DEFAULT_MODEL,
     tenant: Tenant = "",
     shared: Shared = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -113,7 +112,7 @@ def stats(datastore: Folder, as_json: Json = False) -> None:
     from reader_rag.draft.datastore import Datastore
 
     with Datastore.inspect(datastore) as store:
-        held = {name: asdict(row) for name, row in store.stats().items()}
+        held = _held(store)
     if as_json:
         typer.echo(json.dumps({"namespaces": held}))
         return
@@ -161,7 +160,7 @@ def compact(
 
     with Datastore.inspect(datastore, read_only=False) as store, status("compacting"):
         store.compact(full=full)
-        report = {"namespaces": {name: asdict(row) for name, row in store.stats().items()}}
+        report = {"namespaces": _held(store)}
     _tell(report, as_json, "compacted")
 
 
@@ -195,7 +194,7 @@ def remove(
                 called = name if store.has(name, namespace=namespace) else str(Path(name).resolve())
                 removed += store.remove(called, namespace=namespace)
             store.compact(namespace=namespace)
-        report = {"removed": removed, "namespaces": {name: asdict(row) for name, row in store.stats().items()}}
+        report = {"removed": removed, "namespaces": _held(store)}
     _tell(report, as_json, f"{removed} {'namespaces' if everything else 'documents'} removed")
     if not removed:
         raise typer.Exit(1)
@@ -251,12 +250,12 @@ def _open(folder: Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> 
 def _documents(
     files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, skipped: list[tuple[str, str]], advance: Any
 ) -> Iterator[tuple[str, list[int]]]:
-    from reader_rag.rag.files import UnusableFileError, parse, read_bytes
+    from reader_rag.rag.files import UnusableFileError
 
     for file in files:
         size = _size(file)
         try:
-            text = "\n".join(document.text for document in parse(file, read_bytes(file)))
+            text = _read(file)
         except UnusableFileError as error:
             skipped.append((str(file), str(error)))
         else:
@@ -270,14 +269,25 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _text(file: Path) -> str:
-    from reader_rag.rag.files import UnusableFileError, parse, read_bytes
+    from reader_rag.rag.files import UnusableFileError
 
     if str(file) == "-":
         return sys.stdin.read()
     try:
-        return "\n".join(document.text for document in parse(file, read_bytes(file)))
+        return _read(file)
     except UnusableFileError as error:
         raise IngestError(f"{file}: {error}") from error
+
+
+def _read(file: Path) -> str:
+    """The text of a file of any known kind.
+
+    Raises:
+        UnusableFileError: It has none that can be read.
+    """
+    from reader_rag.rag.files import parse, read_bytes
+
+    return "\n".join(document.text for document in parse(file, read_bytes(file)))
 
 
 def _size(file: Path) -> int:
@@ -285,6 +295,11 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return 0
+
+
+def _held(store: Datastore) -> dict[str, dict[str, Any]]:
+    """What is in each namespace, for JSON."""
+    return {name: asdict(row) for name, row in store.stats().items()}
 
 
 def _report(store: Datastore, namespace: str, **more: Any) -> dict[str, Any]:
