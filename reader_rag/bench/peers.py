@@ -17,6 +17,7 @@ Candidates = tuple[Sequence[int], Sequence[int]]
 
 DEPTH = 40
 """Most tokens that an oracle copies in a step."""
+_NO_TOKEN = -1
 
 
 class Peer(Protocol):
@@ -239,17 +240,19 @@ def replay_peers(
     return results, notes
 
 
-def best_copy_steps(trace: Trace, *, after_match: bool) -> int:
+def best_copy_steps(trace: Trace, *, after_match: bool, known: Iterable[Sequence[int]] = ()) -> int:
     """The steps of an answer if each copied what agrees longest with the tokens to come, at most `DEPTH` of them.
 
     Args:
         trace: The answer.
         after_match: Copy only from places after a token equal to the text's last.
+        known: Other texts to copy from.
 
     Returns:
         How many steps.
     """
-    text = list(trace.prompt)
+    text = [token for other in known for token in (*other, _NO_TOKEN)]
+    text.extend(trace.prompt)
     places: dict[int, list[int]] = defaultdict(list)
     for place, token in enumerate(text):
         places[token].append(place)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reader_rag.bench.inputs import Trace
+from reader_rag.bench.peers import best_copy_steps
 from reader_rag.bench.replay import Best, ReplayConfig, replay
 from reader_rag.decode.recall import answer_document, answers_of
 from reader_rag.draft.datastore import Datastore
@@ -57,7 +58,8 @@ def measure_recall(
         profile: What is known of the model beforehand.
 
     Returns:
-        What the datastore holds, and by category both replays and the ratio of their tokens per step.
+        What the datastore holds, and by category both replays and the ratio of their tokens per step; the same of an
+        oracle, which sees the future and copies the best after a matching token: what there is to gain.
     """
     with answers_in_datastore(known, asked) as store:
         held = store.stats().get(answers_of(""))
@@ -70,7 +72,20 @@ def measure_recall(
                 "with": tally.summary(),
                 "without": runs[1][category].summary(),
                 "ratio": round(tally.mat / runs[1][category].mat, 4) if runs[1][category].steps else None,
+                "oracle": _oracle([trace for trace in asked if trace.category == category], known),
             }
             for category, tally in runs[0].items()
         },
     }
+
+
+def _oracle(asked: Sequence[Trace], known: Sequence[Trace]) -> dict[str, float | None]:
+    """Tokens per step of the best copies from prompt and answer, and from those and what is known."""
+    answers = [trace.output for trace in known]
+    tokens = sum(len(trace.output) for trace in asked)
+    mats = [
+        tokens / max(sum(best_copy_steps(trace, after_match=True, known=texts) for trace in asked), 1)
+        for texts in (answers, [])
+    ]
+    ratio = round(mats[0] / mats[1], 4) if tokens else None
+    return {"with": round(mats[0], 4), "without": round(mats[1], 4), "ratio": ratio}

@@ -130,7 +130,8 @@ def recall(
     for category, row in report["categories"].items():
         typer.echo(
             f"{category}: {row['with']['mat']:.3f} tokens per step with them, {row['without']['mat']:.3f} without "
-            f"({row['ratio']:.2f} times); {row['with']['us_per_draft_p50']} us a draft"
+            f"({row['ratio']:.2f} times); {row['with']['us_per_draft_p50']} us a draft; the best copies there are: "
+            f"{row['oracle']['with']:.3f} and {row['oracle']['without']:.3f} ({row['oracle']['ratio']:.2f} times)"
         )
 
 

@@ -81,6 +81,13 @@ def test_the_oracles_copy_what_agrees_longest(held: Trace, after_match: int, any
     assert best_copy_steps(held, after_match=False) == anywhere
 
 
+def test_the_oracle_copies_from_other_texts_too_but_not_across_their_ends() -> None:
+    held = trace((1, 2), (3, 4, 5, 6))
+    assert best_copy_steps(held, after_match=True) == 4
+    assert best_copy_steps(held, after_match=True, known=[(2, 3, 4, 5, 6)]) == 1
+    assert best_copy_steps(held, after_match=True, known=[(2, 3), (4, 5, 6)]) == 2
+
+
 def test_the_oracles_have_rows_of_their_own() -> None:
     held = trace((1, 2, 3, 4, 5), (3, 4, 9, 1, 2))
     assert mat("oracle: best copy after a match", held) == 5 / 4

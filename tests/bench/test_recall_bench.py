@@ -25,6 +25,7 @@ def test_an_answer_that_comes_again_takes_few_steps() -> None:
     assert row["with"]["mat"] >= 20
     assert row["with"]["accepted_from_datastore"] >= 38
     assert row["ratio"] == row["with"]["mat"]
+    assert row["oracle"] == {"with": 20.0, "without": 1.0, "ratio": 20.0}
 
 
 def test_answers_that_have_nothing_in_common_cost_nothing() -> None:
