@@ -284,7 +284,7 @@ def _print_datastore(report: dict[str, Any]) -> None:
     for count in (100, 4000):
         line(f"resident after {count} searches, MB", lambda row, n=count: row[f"resident_mb_searched_{n}"])  # type: ignore[misc]
     for kind in ("new", "copied"):
-        for part in ("us_p50", "us_p99", "longest_p50"):
+        for part in ("us_p50", "us_p99", "draft_us_p50", "draft_us_p99", "longest_p50"):
             line(f"{kind} text, {part.replace('_', ' ')}", lambda row, k=kind, p=part: row["queries"][k][p])  # type: ignore[misc]
     line("segments before merging", lambda row: row["as_built"]["segments"])
     line("new text in those, us p50", lambda row: row["as_built"]["us_p50"])

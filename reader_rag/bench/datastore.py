@@ -20,12 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.bench.texts import texts
+from reader_rag.draft import ContextIndex, TreeBuilder
 from reader_rag.draft.datastore import Datastore, DatastoreSettings, View
 from reader_rag.models import DEFAULT_MODEL, resolve_model
 
 _HELD_OUT = 100
 _QUERIES = 4000
 _CONTEXT = 64
+_NODES = 64
 _BATCH = 4_000_000
 """Characters that are tokenised at once."""
 
@@ -153,6 +155,32 @@ def follow(view: View, contexts: NDArray[np.int32]) -> tuple[list[float], list[i
     return times, lengths, places
 
 
+def draft(view: View, contexts: NDArray[np.int32]) -> list[float]:
+    """Draft behind the last token of each context, from the context and the datastore.
+
+    Args:
+        view: What is searched.
+        contexts: int32 [queries, 65].
+
+    Returns:
+        Microseconds of a step: one token, the search, the tree of up to 64 nodes.
+    """
+    cursor = view.cursor()
+    builder = TreeBuilder(max_nodes=_NODES, max_stored=cursor.all_places.shape[1])
+    times = []
+    for context in contexts:
+        index = ContextIndex(context[:-1], reserve=1)
+        cursor.extend(context[:-1])
+        last = context[-1:].tolist()
+        started = time.perf_counter()
+        index.extend(last)
+        cursor.extend(last)
+        cursor.collect()
+        builder.build(index, stored=(cursor.tokens, len(cursor.tokens), cursor.all_places, cursor.found))
+        times.append(1e6 * (time.perf_counter() - started))
+    return times
+
+
 def measure_datastore(
     text: Texts, sizes: Sequence[int], vocabulary: int, folder: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
@@ -202,9 +230,12 @@ def _measure(text: Texts, size: int, vocabulary: int, folder: Path, say: Callabl
         for name, contexts in (("new", new), ("copied", old)):
             follow(view, contexts)
             times, lengths, places = follow(view, contexts)
+            drafts = draft(view, contexts)
             queries[name] = {
                 "us_p50": round(float(np.percentile(times, 50)), 1),
                 "us_p99": round(float(np.percentile(times, 99)), 1),
+                "draft_us_p50": round(float(np.percentile(drafts, 50)), 1),
+                "draft_us_p99": round(float(np.percentile(drafts, 99)), 1),
                 "longest_p50": float(np.median(lengths)),
                 "places_mean": round(float(np.mean(places)), 1),
             }

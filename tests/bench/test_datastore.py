@@ -35,6 +35,7 @@ def test_each_size_is_built_and_searched(tmp_path: Path, bits: int) -> None:
         assert row["segments"] == 1
         assert row["queries"]["copied"]["longest_p50"] >= 10
         assert 0 < row["queries"]["new"]["us_p50"] <= row["queries"]["new"]["us_p99"]
+        assert 0 < row["queries"]["new"]["draft_us_p50"] <= row["queries"]["new"]["draft_us_p99"]
 
 
 def test_a_table_and_a_plot_come_out_and_a_lack_of_text_is_told(tmp_path: Path) -> None:
