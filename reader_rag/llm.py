@@ -112,6 +112,7 @@ class _CallArguments(BaseModel):
     speculate: bool | None = None
     max_nodes: int | None = None
     tenant: str | None = None
+    recall: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,9 @@ class _Call:
     draft: DraftConfig
     passages: tuple[Passage, ...]
     tenant: str
-    logits_processor: Sequence[Processor] = ()
-    stopping_criteria: Sequence[StoppingCriterion] = ()
+    recall: bool
+    logits_processor: Sequence[Processor]
+    stopping_criteria: Sequence[StoppingCriterion]
 
 
 class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
@@ -319,10 +321,10 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
 
         Args:
             messages: Text messages; `system_prompt` is put first unless they begin with a system message.
-            kwargs: For this call: `max_nodes`, `tenant`, and what `GenerationConfig` and `Engine.stream` take:
-                `max_tokens, temperature, top_p, top_k, min_p, typical_p, seed, repetition_penalty, presence_penalty,
-                frequency_penalty, no_repeat_ngram, min_tokens, bad_words, suppress_tokens, stop, include_stop,
-                logprobs, grammar, logits_processor, stopping_criteria, speculate`.
+            kwargs: For this call: `max_nodes`, `tenant`, `recall`, and what `GenerationConfig` and `Engine.stream`
+                take: `max_tokens, temperature, top_p, top_k, min_p, typical_p, seed, repetition_penalty,
+                presence_penalty, frequency_penalty, no_repeat_ngram, min_tokens, bad_words, suppress_tokens, stop,
+                include_stop, logprobs, grammar, logits_processor, stopping_criteria, speculate`.
 
         Returns:
             The answer; usage in `raw["usage"]`, draft metrics and copied spans in `additional_kwargs`.
@@ -446,6 +448,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             draft,
             (*self._sources, *context),
             own.get("tenant", self._tenant),
+            arguments.recall is not False,
             arguments.logits_processor or (),
             arguments.stopping_criteria or (),
         )
@@ -506,6 +509,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
             generation,
             call.passages,
             tenant=call.tenant,
+            recall=call.recall,
             draft=call.draft,
             logits_processor=call.logits_processor,
             stopping_criteria=call.stopping_criteria,

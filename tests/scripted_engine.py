@@ -46,6 +46,7 @@ class Call:
     passages: tuple[Passage, ...]
     tenant: str
     draft: DraftConfig | None
+    recall: bool = True
     logits_processor: tuple[Any, ...] = ()
     stopping_criteria: tuple[Any, ...] = ()
 
@@ -93,13 +94,14 @@ class ScriptedEngine:
         *,
         tenant: str = "",
         draft: DraftConfig | None = None,
+        recall: bool = True,
         logits_processor: Sequence[Any] = (),
         stopping_criteria: Sequence[Any] = (),
     ) -> ScriptedStream:
         if len(prompt.token_ids) > self.context_window:
             raise PromptError("the prompt is longer than the context window")
         given = (tuple(logits_processor), tuple(stopping_criteria))
-        self.calls.append(Call(prompt, generation, tuple(passages), tenant, draft, *given))
+        self.calls.append(Call(prompt, generation, tuple(passages), tenant, draft, recall, *given))
         self.streams.append(ScriptedStream(self, prompt, generation))
         return self.streams[-1]
 

@@ -139,18 +139,19 @@ class TestSettings:
         )
         assert call.draft == DraftConfig(max_nodes=8)
         assert call.tenant == ""
+        assert call.recall
 
     @pytest.mark.parametrize("stop", ["END", ["END"], ("END",)])
     def test_arguments_of_a_call_win(self, llm: ReaderLLM, engine: ScriptedEngine, stop: Any) -> None:
-        llm.complete(
-            "Hi", max_tokens=9, temperature=1.0, top_p=0.8, top_k=5, seed=4, stop=stop, max_nodes=4, tenant="a"
-        )
+        settings = {"max_tokens": 9, "temperature": 1.0, "top_p": 0.8, "top_k": 5, "seed": 4, "stop": stop}
+        llm.complete("Hi", **settings, max_nodes=4, tenant="a", recall=False)
         call = engine.calls[0]
         assert call.generation == GenerationConfig(
             max_tokens=9, temperature=1.0, top_p=0.8, top_k=5, seed=4, stop=("END",)
         )
         assert call.draft == DraftConfig(max_nodes=4)
         assert call.tenant == "a"
+        assert not call.recall
 
     async def test_a_copy_for_a_tenant_calls_on_its_behalf_unless_the_call_names_another(
         self, llm: ReaderLLM, engine: ScriptedEngine
