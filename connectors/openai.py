@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Self, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse
-from llama_index.core.bridge.pydantic import PrivateAttr, ValidationError
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, ValidationError
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 
 from reader_rag.errors import (
@@ -61,6 +61,8 @@ class ServerLLM(OpenAILike):
         >>> llm = ServerLLM.connect("http://localhost:8000/v1")
         >>> make_query_engine(store, llm, embed_model).query("Who wrote the report?")
     """
+
+    tokenizer: Any = Field(default=None, exclude=True)  # a `ServerTokenizer` or None; not a value to save
 
     _server: _Server = PrivateAttr()
 
@@ -127,13 +129,19 @@ class ServerLLM(OpenAILike):
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(f"{first['loc'][0]}: {first['msg']}, not {first['input']!r}") from error
-        llm._server, llm._client, llm._aclient = server, server.client, server.async_client
+        llm._server = server
         return llm
 
     @classmethod
     def class_name(cls) -> str:
         """Name in LlamaIndex's serialised form."""
         return "server_llm"
+
+    def _get_client(self) -> openai.OpenAI:
+        return self._server.client
+
+    def _get_aclient(self) -> openai.AsyncOpenAI:
+        return self._server.async_client
 
     # LlamaIndex's callbacks and traces wrap the methods below, so that what they report is what is returned here.
 
@@ -278,11 +286,26 @@ class _Server:
         self.url = _checked(url)
         self._has_key = bool(key)
         self._timeout_s = timeout_s
-        settings: dict[str, Any] = {"api_key": key or _NO_KEY, "base_url": self.url, "max_retries": _RETRIES}
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
-        http: dict[str, Any] = {"timeout": timeout, "follow_redirects": True}
-        self.client = openai.OpenAI(**settings, timeout=timeout, http_client=_Client(**http))
-        self.async_client = openai.AsyncOpenAI(**settings, timeout=timeout, http_client=_AsyncClient(**http))
+        self._http: dict[str, Any] = {"timeout": timeout, "follow_redirects": True}
+        self._api: dict[str, Any] = {
+            "api_key": key or _NO_KEY,
+            "base_url": self.url,
+            "max_retries": _RETRIES,
+            "timeout": timeout,
+            # Else taken from the environment, where they are meant for OpenAI.
+            "default_headers": {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()},
+        }
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        """Asks, and waits for the answer."""
+        return openai.OpenAI(**self._api, http_client=_Client(**self._http))
+
+    @cached_property
+    def async_client(self) -> openai.AsyncOpenAI:
+        """Asks within an event loop."""
+        return openai.AsyncOpenAI(**self._api, http_client=_AsyncClient(**self._http))
 
     def __str__(self) -> str:
         return f"the server at {self.url}"
