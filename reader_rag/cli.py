@@ -58,6 +58,27 @@ Tenant = Annotated[
     ),
 ]
 Model = Annotated[str, typer.Option("--model", help="LLM: alias, local folder or hub id.")]
+AnsweringModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="LLM: alias, local folder or hub id; with --engine, the server's name of it.",
+        show_default="smollm2-135m, or the server's only one",
+    ),
+]
+EngineUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="Have an OpenAI-compatible server answer, e.g. http://localhost:8000/v1; its API key, if it wants one, in "
+        "READER_RAG_ENGINE_KEY.",
+        show_default="none",
+    ),
+]
+EngineTimeout = Annotated[
+    float,
+    typer.Option("--engine-timeout", min=0.1, help="Seconds without a word from --engine after which it is given up."),
+]
 EmbedModel = Annotated[str, typer.Option("--embed-model", help="Embedding model: alias, local folder or hub id.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[
@@ -176,23 +197,28 @@ def ask(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
-    model: Model = _MODEL,
+    model: AnsweringModel = None,
     embed_model: EmbedModel = _EMBED_MODEL,
     device: Device = "auto",
     dtype: Dtype = "auto",
     exactness: Exact = "fast",
     datastore: DatastoreFolder = None,
     keep_answers: KeepAnswers = False,
+    engine: EngineUrl = None,
+    engine_timeout: EngineTimeout = 120.0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer a question from a store: the answer, the passages behind it, what was copied from where, and counts."""
     from reader_rag.ui.ask import ask as ask_store
     from reader_rag.ui.loading import ModelOptions
 
+    models = ModelOptions(
+        model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers, engine, engine_timeout
+    )
     asked = ask_store(
         question,
         store,
-        ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers),
+        models,
         top_k=top_k,
         cutoff=cutoff,
         max_tokens=max_tokens,
@@ -211,13 +237,15 @@ def chat(
     cutoff: Cutoff = None,
     max_tokens: MaxTokens = 256,
     tenant: Tenant = "",
-    model: Model = _MODEL,
+    model: AnsweringModel = None,
     embed_model: EmbedModel = _EMBED_MODEL,
     device: Device = "auto",
     dtype: Dtype = "auto",
     exactness: Exact = "fast",
     datastore: DatastoreFolder = None,
     keep_answers: KeepAnswers = False,
+    engine: EngineUrl = None,
+    engine_timeout: EngineTimeout = 120.0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk about the documents of a store. Ctrl-C stops an answer; /sources, /stats, /reset, /help, /quit."""
@@ -226,12 +254,14 @@ def chat(
     from reader_rag.ui.chat import ChatSession
     from reader_rag.ui.loading import ModelOptions
 
-    models = ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers)
+    models = ModelOptions(
+        model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers, engine, engine_timeout
+    )
     embedding = models.load_embedding()
     with open_store(store, embedding, tenant) as documents:
         llm, recorder = recorded(models.load_llm(max_tokens))
-        engine = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff)
-        ChatSession(engine, recorder, output()).run()
+        talk = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff)
+        ChatSession(talk, recorder, output(), remote=engine is not None).run()
 
 
 @app.command(epilog="Example: reader-rag demo --max-tokens 64")

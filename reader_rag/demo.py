@@ -127,7 +127,7 @@ def run_demo(
 
 def _get_models(models: ModelOptions) -> None:
     """Bring the models that are named by an alias; what else is named, its library finds."""
-    for name in (models.model, models.embed_model):
+    for name in (models.named_model, models.embed_model):
         if name in ALIASES:
             with status(f"looking for {name}") as say:
                 get_model(name, say)

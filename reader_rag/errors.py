@@ -46,6 +46,10 @@ class BusyError(ReaderError):
     """The engine has as much to do as it may; ask again later."""
 
 
+class ServerError(ReaderError):
+    """A server that answers in the LLM's place cannot be reached, or does not do what it is asked."""
+
+
 class BatchError(ReaderError):
     """Some answers of a batch failed.
 

@@ -8,17 +8,16 @@ import re
 import signal
 import threading
 import warnings
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from llama_index.core.schema import NodeWithScore, TextNode
 from rich.console import Console
 from typer.testing import CliRunner, Result
+from word_embedding import WordEmbedding
 
 from reader_rag import __version__
 from reader_rag.cli import app
@@ -27,7 +26,7 @@ from reader_rag.decode.engine import Engine
 from reader_rag.decode.types import CopiedSpan
 from reader_rag.errors import ReaderWarning
 from reader_rag.llm import ReaderLLM
-from reader_rag.rag import NOTHING_FOUND, FaissStore, SizedEmbedding
+from reader_rag.rag import NOTHING_FOUND, FaissStore
 from reader_rag.rag.citations import cite
 from reader_rag.rag.store_file import FILE_NAME
 from reader_rag.ui import ask as ask_module
@@ -41,31 +40,6 @@ COMMANDS = ["ingest", "ask", "chat", "demo", "models list", "models get", "verif
 HERON = "The heron stands still in shallow water and spears fish with its bill.\n"
 OWL = "The owl hunts at night and finds mice by their sound alone.\n"
 ESCAPE = "\x1b"
-
-
-class WordEmbedding(SizedEmbedding):
-    """Counts words into buckets: texts that share words are near."""
-
-    buckets: int = 64
-
-    @property
-    def max_text_tokens(self) -> int:
-        return 48
-
-    def count_tokens(self, text: str) -> int:
-        return len(text.split())
-
-    def _get_text_embedding(self, text: str) -> list[float]:
-        vector = np.zeros(self.buckets)
-        for word in re.findall(r"\w+", text.lower()):
-            vector[zlib.crc32(word.encode()) % self.buckets] += 1.0
-        return [float(x) for x in vector]
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
 
 
 def _run(*arguments: str | Path, typed: str = "") -> Result:

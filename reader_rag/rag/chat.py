@@ -90,7 +90,7 @@ class GroundedChatEngine(ContextChatEngine):
                 for delta in response.response_gen:
                     text += delta
                     yield ChatResponse(message=_said(MessageRole.ASSISTANT, text), delta=delta)
-            except GeneratorExit:
+            except (GeneratorExit, KeyboardInterrupt):
                 response.response_gen.close()
                 self._memory.put_messages(_exchange(message, text))
                 raise

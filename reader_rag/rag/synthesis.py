@@ -52,7 +52,7 @@ class PromptBudget:
         def encode(text: str) -> list[Any]:
             return list(tokenizer.encode(text, add_special_tokens=False))
 
-        return cls(llm.metadata.context_window, _room_for_answer(llm), encode, *_template_tokens(tokenizer, encode))
+        return cls(llm.metadata.context_window, _room_for_answer(llm), encode, *_template_tokens(tokenizer))
 
 
 class _OwnTokenCounter(TokenCounter):
@@ -169,14 +169,14 @@ def _room_for_answer(llm: LLM) -> int:
     return llm.metadata.num_output if llm.metadata.num_output > 0 else 256
 
 
-def _template_tokens(tokenizer: Any, encode: Callable[[str], list[Any]]) -> tuple[int, int]:
+def _template_tokens(tokenizer: Any) -> tuple[int, int]:
     """What the chat template adds once, and what it adds for each message."""
     if not getattr(tokenizer, "chat_template", None):
         return 0, 0
 
     def size(*roles: str) -> int:
         messages = [{"role": role, "content": ""} for role in roles]
-        return len(encode(str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))))
+        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     one, three = size("user"), size("user", "assistant", "user")
     return one, -(-(three - one) // 2)

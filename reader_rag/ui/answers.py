@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from llama_index.core.base.response.schema import StreamingResponse
 from llama_index.core.callbacks import CallbackManager
+from llama_index.core.llms.llm import LLM
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
 from reader_rag.config import GenerationConfig
@@ -22,6 +23,8 @@ from reader_rag.rag.vector_store import FaissStore
 from reader_rag.ui.comparison import Comparison, compare
 from reader_rag.ui.recorder import CallRecorder, LLMCall
 
+LLMT = TypeVar("LLMT", bound=LLM)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -31,14 +34,14 @@ class Answer:
         question: What was asked.
         text: What the LLM said.
         nodes: The passages it was given, nearest first.
-        citations: Which stretches of `text` stand word for word in which passage.
+        citations: Which stretches of `text` were copied word for word from which passage; None if nobody watched.
         call: The LLM call that gave it.
     """
 
     question: str
     text: str
     nodes: tuple[NodeWithScore, ...]
-    citations: tuple[Citation, ...]
+    citations: tuple[Citation, ...] | None
     call: LLMCall
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,12 +51,12 @@ class Answer:
             "answer": self.text,
             "finish_reason": self.call.finish_reason,
             "sources": [source_dict(node) for node in self.nodes],
-            "citations": [asdict(citation) for citation in self.citations],
+            "citations": None if self.citations is None else [asdict(citation) for citation in self.citations],
             "stats": self.call.metrics,
         }
 
 
-def recorded(llm: ReaderLLM) -> tuple[ReaderLLM, CallRecorder]:
+def recorded(llm: LLMT) -> tuple[LLMT, CallRecorder]:
     """A light copy of an LLM, and what will keep the copy's last call."""
     recorder = CallRecorder()
     return llm.model_copy(update={"callback_manager": CallbackManager([recorder])}), recorder
@@ -77,7 +80,7 @@ def answer(
     nodes: Sequence[NodeWithScore],
     *,
     store: FaissStore,
-    llm: ReaderLLM,
+    llm: LLM,
     embed_model: SizedEmbedding,
     on_text: Callable[[str], None],
 ) -> Answer:
@@ -93,6 +96,7 @@ def answer(
 
     Raises:
         PromptError: Question and passages do not fit the model's context.
+        ServerError: A server that answers failed.
     """
     listening, recorder = recorded(llm)
     engine = make_query_engine(store, listening, embed_model, streaming=True)
@@ -106,9 +110,9 @@ def answer(
     return Answer(question, call.answer, tuple(nodes), citations_of(call, nodes), call)
 
 
-def citations_of(call: LLMCall, nodes: Sequence[NodeWithScore]) -> tuple[Citation, ...]:
-    """Which stretches of a call's answer stand in which passage."""
-    return tuple(cite(call.copied, call.answer, None, nodes))
+def citations_of(call: LLMCall, nodes: Sequence[NodeWithScore]) -> tuple[Citation, ...] | None:
+    """Which stretches of a call's answer were copied from which passage; None if nobody watched."""
+    return None if call.copied is None else tuple(cite(call.copied, call.answer, None, nodes))
 
 
 def compare_answer(given: Answer, llm: ReaderLLM) -> Comparison:

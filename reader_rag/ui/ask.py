@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from reader_rag.errors import PromptError
+from reader_rag.errors import ConfigError, PromptError
+from reader_rag.llm import ReaderLLM
 from reader_rag.rag.embedding import LocalEmbedding
 from reader_rag.rag.engines import NOTHING_FOUND, make_retriever, open_store
 from reader_rag.ui.answers import Answer, answer, compare_answer
@@ -27,13 +28,13 @@ class Asked:
         question: The question.
         answer: None where nothing was retrieved.
         comparison: None unless it was asked for.
-        models: What was used.
+        model: Name of the LLM; None where nobody was asked and none was named.
     """
 
     question: str
     answer: Answer | None
     comparison: Comparison | None
-    models: ModelOptions
+    model: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -47,7 +48,7 @@ class Asked:
         }
         report = nothing if self.answer is None else self.answer.to_dict()
         compared = None if self.comparison is None else self.comparison.to_dict()
-        return {"model": self.models.model, **report, "comparison": compared}
+        return {"model": self.model, **report, "comparison": compared}
 
 
 def ask(
@@ -72,16 +73,18 @@ def ask(
         top_k: Most passages.
         cutoff: Least similarity of a passage; None takes any.
         max_tokens: Most tokens of the answer.
-        compare: Decode the same prompt with and without drafts afterwards.
+        compare: Decode the same prompt with and without drafts afterwards; not where a server answers.
         tenant: Whose documents are searched.
         console: Where the answer is shown as it comes, and what belongs to it; None shows nothing.
         embed_model: The embedding model, if it is loaded already.
 
     Raises:
-        ReaderError: The question is empty or too long, or store or models cannot be used.
+        ReaderError: The question is empty or too long, or store, models or server cannot be used.
     """
     if not question.strip():
         raise PromptError("the question is empty; ask something")
+    if compare and models.engine is not None:
+        raise ConfigError("--compare decodes here with and without drafts, which a server does not: leave out --engine")
     if compare and models.dtype == "auto":
         models = replace(models, dtype="float32")
     embed_model = embed_model or models.load_embedding()
@@ -90,8 +93,8 @@ def ask(
         if not nodes:
             if console is not None:
                 console.print(NOTHING_FOUND)
-            return Asked(question, None, None, models)
-        llm = models.load_llm(max_tokens).for_tenant(tenant)
+            return Asked(question, None, None, models.named_model)
+        llm = models.load_llm(max_tokens)
         show_piece = (lambda piece: None) if console is None else streamed(console)
         given = answer(question, nodes, store=store, llm=llm, embed_model=embed_model, on_text=show_piece)
     if console is not None:
@@ -99,16 +102,17 @@ def ask(
     comparison = None
     if compare:
         with status("comparing with plain decoding"):
-            comparison = compare_answer(given, llm)
+            assert isinstance(llm, ReaderLLM)  # else it was refused above
+            comparison = compare_answer(given, llm.for_tenant(tenant))
         if console is not None:
             console.print()
             show_comparison(console, comparison)
-    return Asked(question, given, comparison, models)
+    return Asked(question, given, comparison, models.named_model or llm.model)
 
 
 def _show(console: Console, given: Answer) -> None:
     console.print("\n" if clean(given.text).strip() else Text("(the model gave an empty answer)"))
-    show_sources(console, given.nodes, given.citations)
+    show_sources(console, given.nodes, given.citations or ())
     if given.citations:
         console.print()
         show_citations(console, given.citations)

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -39,12 +39,16 @@ class ChatSession:
         engine: Answers the messages and keeps the history.
         recorder: Registered with the engine's LLM.
         console: Where answers go.
+        remote: The answers are made elsewhere: Ctrl-C need not wait for a step of the model.
     """
 
-    def __init__(self, engine: GroundedChatEngine, recorder: CallRecorder, console: Console) -> None:
+    def __init__(
+        self, engine: GroundedChatEngine, recorder: CallRecorder, console: Console, *, remote: bool = False
+    ) -> None:
         self._engine = engine
         self._recorder = recorder
         self._console = console
+        self._remote = remote
         self._nodes: Sequence[NodeWithScore] | None = None
         self._interactive = sys.stdin.isatty()
         if self._interactive:
@@ -93,7 +97,7 @@ class ChatSession:
     def _answer(self, message: str) -> None:
         self._nodes = self._recorder.last = None
         try:
-            with _interrupt_noted() as interrupted:
+            with nullcontext(threading.Event()) if self._remote else _interrupt_noted() as interrupted:
                 response = self._engine.stream_chat(message)
                 self._nodes = response.source_nodes
                 show = streamed(self._console)
@@ -122,7 +126,7 @@ class ChatSession:
             self._console.print("Nothing was found in the documents for the last message.")
         else:
             call = self._recorder.last
-            citations = () if call is None else citations_of(call, self._nodes)
+            citations = (call and citations_of(call, self._nodes)) or ()
             show_sources(self._console, self._nodes, citations)
             show_citations(self._console, citations)
 

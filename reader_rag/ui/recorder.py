@@ -21,16 +21,16 @@ class LLMCall:
         messages: The chat it answered; empty for a completion.
         prompt: The text it completed; empty for a chat.
         answer: What it said.
-        metrics: Counts and times of the call, see `Stats`.
-        copied: Spans of the answer that were copied from the passages in its prompt.
-        finish_reason: "stop" or "length".
+        metrics: Counts and times of the call, see `Stats`; of a server's answer those that are known here.
+        copied: Spans of the answer that were copied from the passages in its prompt; None if nobody watched.
+        finish_reason: "stop" or "length", or what else a server says.
     """
 
     messages: Sequence[ChatMessage]
     prompt: str
     answer: str
     metrics: dict[str, Any]
-    copied: tuple[CopiedSpan, ...]
+    copied: tuple[CopiedSpan, ...] | None
     finish_reason: str
 
 
@@ -63,12 +63,13 @@ class CallRecorder(BaseCallbackHandler):
         if event_type != CBEventType.LLM or response is None:
             return
         metrics = dict(response.additional_kwargs)
+        copied = metrics.pop("copied", None)
         message = getattr(response, "message", None)
         self.last = LLMCall(
             messages=tuple(payload.get(EventPayload.MESSAGES) or ()),
             prompt=str(payload.get(EventPayload.PROMPT) or ""),
             answer=response.text if message is None else str(message.content or ""),
-            copied=tuple(CopiedSpan(**span) for span in metrics.pop("copied", ())),
+            copied=None if copied is None else tuple(CopiedSpan(**span) for span in copied),
             metrics=metrics,
             finish_reason=str((response.raw or {}).get("finish_reason", "stop")),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,18 +100,28 @@ def show_citations(console: Console, citations: Sequence[Citation]) -> None:
 
 def show_stats(console: Console, call: LLMCall) -> None:
     """Counts and speed of one answer, in a line or two."""
-    m = call.metrics
-    known = f", {m['reused_tokens']} of them known," if m["reused_tokens"] else ""
-    parts = (
-        f"{m['completion_tokens']} tokens in {m['steps'] + 1} forward passes",
-        f"{m['tokens_per_step']:.2f} tokens per step",
-        f"{m['tokens_per_s']:.1f} tokens/s",
-        f"prompt of {m['prompt_tokens']} tokens{known} read in {m['ttft_s']:.1f} s",
-        f"{m['accepted']} of {m['drafted']} drafted tokens accepted",
-    )
-    console.print(Text("; ".join(parts), style="dim"), soft_wrap=True)
+    console.print(Text("; ".join(_counts(call.metrics)), style="dim"), soft_wrap=True)
     if call.finish_reason == "length":
         console.print(Text("The answer was cut at the most tokens allowed (--max-tokens).", style="dim"))
+
+
+def _counts(m: Mapping[str, Any]) -> Iterator[str]:
+    """What is known of an answer; a server tells less than our own engine."""
+    if "completion_tokens" in m:
+        passes = f" in {m['steps'] + 1} forward passes" if "steps" in m else ""
+        yield f"{m['completion_tokens']} tokens{passes}"
+    if "tokens_per_step" in m:
+        yield f"{m['tokens_per_step']:.2f} tokens per step"
+    if "tokens_per_s" in m:
+        yield f"{m['tokens_per_s']:.1f} tokens/s"
+    if "prompt_tokens" in m:
+        known = f", {m['reused_tokens']} of them known," if m.get("reused_tokens") else ""
+        read = f" read in {m['ttft_s']:.1f} s" if "ttft_s" in m else ""
+        yield f"prompt of {m['prompt_tokens']} tokens{known}{read}"
+    elif "ttft_s" in m:
+        yield f"first word after {m['ttft_s']:.1f} s"
+    if "drafted" in m:
+        yield f"{m['accepted']} of {m['drafted']} drafted tokens accepted"
 
 
 def show_comparison(console: Console, result: Comparison) -> None:

@@ -299,8 +299,9 @@ def test_a_chat_template_is_counted_once_and_for_each_message(
 ) -> None:
     llm = make_llm()
 
-    def apply(self: Any, messages: list[dict[str, str]], **kwargs: Any) -> str:
-        return "system be nice " + "".join(f"<{m['role']}> {m['content']} </s> " for m in messages) + "<assistant>"
+    def apply(self: Any, messages: list[dict[str, str]], **kwargs: Any) -> Any:
+        said = "".join(f"<{m['role']}> {m['content']} </s> " for m in messages)
+        return self.encode(f"system be nice {said}<assistant>")
 
     monkeypatch.setattr(type(llm.tokenizer), "chat_template", "some template")
     monkeypatch.setattr(type(llm.tokenizer), "apply_chat_template", apply, raising=False)
