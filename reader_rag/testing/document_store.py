@@ -1,4 +1,4 @@
-"""`DocumentStoreContract`: what ingestion, questions and chats need of a store, on top of the vector store's contract."""
+"""`DocumentStoreContract`: what ingestion, questions and chats need of a store, besides the vector store's contract."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.schema import ImageNode, IndexNode, TextNode
-from llama_index.core.vector_stores.types import MetadataFilters, VectorStoreQuery, VectorStoreQueryMode
+from llama_index.core.vector_stores.types import (
+    FilterCondition,
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+)
 
 from reader_rag.errors import ConfigError, StoreError, StoreMismatchError
 from reader_rag.rag.document_store import DocumentStore
@@ -86,6 +93,43 @@ class DocumentStoreContract(VectorStoreContract):
     ) -> None:
         with pytest.raises(ConfigError, match=message):
             compass.query(query)
+
+    @pytest.mark.parametrize(
+        ("filters", "expected"),
+        [
+            ([where("tags", "sun", FilterOperator.CONTAINS)], ["east", "northeast"]),
+            ([where("tags", ["snow", "day"], FilterOperator.ANY)], ["east", "north"]),
+            ([where("tags", ["sun", "day"], FilterOperator.ALL)], ["east"]),
+            ([where("land", "il", FilterOperator.TEXT_MATCH)], ["north"]),
+            ([where("colour", None, FilterOperator.IS_EMPTY)], ["east", "northeast", "north", "west"]),
+            ([where("ref_doc_id", "a"), where("year", 2001)], ["east"]),
+            ([MetadataFilters(filters=[where("land", "sea")], condition=FilterCondition.NOT)], ["northeast", "north"]),
+            (
+                [
+                    where("year", 2003, FilterOperator.LTE),
+                    MetadataFilters(
+                        filters=[
+                            where("land", "hill"),
+                            where("nothing", 1),
+                            where("tags", "day", FilterOperator.CONTAINS),
+                        ],
+                        condition=FilterCondition.OR,
+                    ),
+                ],
+                ["east", "north"],
+            ),
+            (
+                [MetadataFilters(filters=[where("nothing", 1)], condition=FilterCondition.NOT)],
+                ["east", "northeast", "north", "west"],
+            ),
+        ],
+        ids=["contains", "any", "all", "text", "empty", "document", "not", "nested", "not there"],
+    )
+    def test_filters_over_lists_texts_and_filters(
+        self, compass: DocumentStore, filters: list[MetadataFilter | MetadataFilters], expected: list[str]
+    ) -> None:
+        assert found(compass, EAST, filters=MetadataFilters(filters=filters)) == expected
+        assert texts(compass.get_nodes(filters=MetadataFilters(filters=filters))) == expected
 
     def test_empty_lists_of_ids_restrict_no_query(self, compass: DocumentStore) -> None:
         assert found(compass, EAST, 1, node_ids=[], doc_ids=[]) == ["east"]
