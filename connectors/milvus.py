@@ -106,6 +106,9 @@ class MilvusStore(DatabaseStore):
 class _TimedVectorStore(MilvusVectorStore):
     """LlamaIndex's store, whose reads and writes wait for a silent server no longer than ours do."""
 
+    def __init__(self, uri: str, **options: Any) -> None:
+        super().__init__(uri, **options)
+
     @property
     def client(self) -> Any:
         return _TimedClient(super().client)

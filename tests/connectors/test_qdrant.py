@@ -104,9 +104,10 @@ def test_what_was_broken_off_is_done_again(store: QdrantStore, monkeypatch: pyte
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(QdrantDatabase, "remove", fail)
-        store.replace_documents([make_node("new", NORTH, "a")], [DocumentRecord("a", "root", "2")])
+        with pytest.raises(KeyboardInterrupt):
+            store.replace_documents([make_node("new", NORTH, "a")], [DocumentRecord("a", "root", "2")])
     assert store.documents() == [record]  # so the next ingestion sees that the file has changed
     store.replace_documents([make_node("new", NORTH, "a")], [DocumentRecord("a", "root", "2")])
     assert texts(store.get_nodes()) == ["new"]
