@@ -206,10 +206,11 @@ class MilvusDatabase(Database):
             self._client.create_collection(
                 self._url.collection,
                 schema=schema,
-                index_params=index,
                 consistency_level="Strong",  # what was written is seen by whoever asks next
                 timeout=_TIMEOUT_S,
             )
+            # Of an empty collection there is nothing to wait for.
+            self._client.create_index(self._url.collection, index, timeout=_TIMEOUT_S, sync=False)
         except MilvusException:
             if not self._client.has_collection(self._url.collection, timeout=_TIMEOUT_S):
                 raise
@@ -299,7 +300,6 @@ class MilvusDatabase(Database):
         """LlamaIndex's store over the collection, which is loaded for searching."""
         self._require_open()
         if self._store is None:
-            self._client.load_collection(self._url.collection, timeout=_TIMEOUT_S)
             self._store = _TimedVectorStore(
                 self._uri,
                 token=self._token,
@@ -311,6 +311,7 @@ class MilvusDatabase(Database):
                 use_async_client=False,
                 timeout=_CONNECT_TIMEOUT_S,
             )
+            self._client.load_collection(self._url.collection, timeout=_TIMEOUT_S)
         return self._store
 
     def _require_open(self) -> None:

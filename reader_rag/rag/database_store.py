@@ -2,8 +2,8 @@
 
 One collection holds the nodes of all tenants, a record of each ingested file, and a note about the embedding model.
 Each is a LlamaIndex node whose metadata says what it is and whose, and every search and every change names both. Such
-databases have no transactions: new nodes are written before the old ones go and the file's record last, so that what
-was broken off is found unfinished, and done again, by the next ingestion.
+databases have no transactions: new nodes are written before the old ones go and the file's record after both, so that
+what was broken off is found unfinished, and done again, by the next ingestion.
 """
 
 from __future__ import annotations
@@ -258,14 +258,15 @@ class DatabaseStore(DocumentStore):
             of_others = MetadataFilter(key=BATCH, value=batch, operator=FilterOperator.NE)
             for paths in _parts([record.path for record in records]):
                 database.remove(self._mine(_among(DOCUMENT, paths), of_others))
+            self._put_records(database, records, batch)
+            self._forget(database, gone)
+            # Whoever of several writes last finds what the others removed, and says so.
             if database.count(self._mine(_is(BATCH, batch))) != stored:
                 self._forget(database, [record.path for record in records])
                 raise StoreBusyError(
                     f"somebody else ingested the same documents into {self.place} meanwhile: "
                     "run the command again when they have finished"
                 )
-            self._put_records(database, records, batch)
-            self._forget(database, gone)
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Remove a document's nodes; an unknown document is ignored."""

@@ -100,7 +100,7 @@ class DocumentStoreContract(VectorStoreContract):
             ([where("tags", "sun", FilterOperator.CONTAINS)], ["east", "northeast"]),
             ([where("tags", ["snow", "day"], FilterOperator.ANY)], ["east", "north"]),
             ([where("tags", ["sun", "day"], FilterOperator.ALL)], ["east"]),
-            ([where("land", "il", FilterOperator.TEXT_MATCH)], ["north"]),
+            ([where("land", "hill", FilterOperator.TEXT_MATCH)], ["north"]),
             ([where("colour", None, FilterOperator.IS_EMPTY)], ["east", "northeast", "north", "west"]),
             ([where("ref_doc_id", "a"), where("year", 2001)], ["east"]),
             ([MetadataFilters(filters=[where("land", "sea")], condition=FilterCondition.NOT)], ["northeast", "north"]),
