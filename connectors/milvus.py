@@ -265,6 +265,8 @@ class MilvusDatabase(Database):
             return
         self._closed = True
         self._client.close()
+        if self._store is not None:
+            self._store.client.close()
         if self._url.path is not None:
             from milvus_lite.server_manager import server_manager_instance
 
@@ -274,7 +276,8 @@ class MilvusDatabase(Database):
     def _connected(self) -> MilvusClient:
         url = self._url
         if url.path is None:
-            return MilvusClient(self._uri, token=self._token, timeout=_CONNECT_TIMEOUT_S)
+            # A connection of our own: a shared one goes on waiting for a server that is back already.
+            return MilvusClient(self._uri, token=self._token, timeout=_CONNECT_TIMEOUT_S, dedicated=True)
         try:
             import milvus_lite  # noqa: F401  the client's own message names no extra of ours
         except ImportError as error:
@@ -310,6 +313,7 @@ class MilvusDatabase(Database):
                 similarity_metric="COSINE",
                 use_async_client=False,
                 timeout=_CONNECT_TIMEOUT_S,
+                dedicated=True,
             )
             self._client.load_collection(self._url.collection, timeout=_TIMEOUT_S)
         return self._store
