@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import threading
@@ -35,6 +36,9 @@ from reader_rag.errors import (
 from reader_rag.rag.database_store import KEYWORDS, ORDER, TENANT, Database, DatabaseStore
 from reader_rag.rag.places import DatabaseUrl
 
+_LOGGER = logging.getLogger("pymilvus")
+_asked_level = _LOGGER.level
+
 try:
     import grpc
     from llama_index.vector_stores.milvus import MilvusVectorStore
@@ -42,6 +46,9 @@ try:
     from pymilvus.exceptions import ConnectionConfigException, ErrorCode, MilvusException
 except ImportError as cause:
     raise MissingDependencyError("a store in Milvus needs its client: pip install 'reader-rag[milvus]'") from cause
+
+if _asked_level != logging.NOTSET:
+    _LOGGER.setLevel(_asked_level)  # the client sets its own when it is imported
 
 TOKEN_VARIABLE = "MILVUS_TOKEN"
 

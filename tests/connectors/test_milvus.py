@@ -159,6 +159,15 @@ def test_names_that_milvus_does_not_take_are_refused_at_once(url: str, message: 
         MilvusStore(url)
 
 
+def test_the_clients_log_is_as_quiet_as_was_asked_before_it_was_imported() -> None:
+    code = (
+        "import logging; logging.getLogger('pymilvus').setLevel(logging.CRITICAL); import reader_rag.connectors.milvus;"
+        "print(logging.getLogger('pymilvus').getEffectiveLevel() == logging.CRITICAL)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 def test_a_missing_package_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pymilvus", None)
     monkeypatch.delitem(sys.modules, "reader_rag.connectors.milvus")
