@@ -33,7 +33,8 @@ from reader_rag.errors import (
     StoreNotFoundError,
     StoreWriteError,
 )
-from reader_rag.rag.database_store import KEYWORDS, ORDER, TENANT, Database, DatabaseStore
+from reader_rag.rag.database import KEYWORDS, ORDER, TENANT, Database
+from reader_rag.rag.database_store import DatabaseStore
 from reader_rag.rag.places import DatabaseUrl
 
 _LOGGER = logging.getLogger("pymilvus")

@@ -30,7 +30,8 @@ from reader_rag.errors import (
     StoreNotFoundError,
     StoreWriteError,
 )
-from reader_rag.rag.database_store import KEYWORDS, TENANT, Database, DatabaseStore
+from reader_rag.rag.database import KEYWORDS, TENANT, Database
+from reader_rag.rag.database_store import DatabaseStore
 from reader_rag.rag.places import DatabaseUrl
 
 try:

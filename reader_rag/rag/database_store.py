@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
@@ -33,18 +32,12 @@ from numpy.typing import NDArray
 
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError, StoreBusyError, StoreError, StoreMismatchError, StoreNotFoundError
+from reader_rag.rag.database import BATCH, DOCUMENT, KEYWORDS, KIND, NODE_ID, NODE_KEY, ORDER, TENANT, Database
 from reader_rag.rag.document_store import DocumentStore
 from reader_rag.rag.identity import identity_of, require_same_model, unit_vectors
 from reader_rag.rag.store_file import DocumentRecord
 
 FORMAT_VERSION = "1"
-
-# What is added to a node's metadata while it is in the database. Hashes, because filters must not depend on how a
-# database quotes the characters of a name.
-KIND, TENANT, DOCUMENT, NODE_KEY = "rr_kind", "rr_tenant", "rr_document", "rr_node"
-BATCH, ORDER, NODE_ID = "rr_batch", "rr_order", "rr_node_id"
-KEYWORDS = (KIND, TENANT, DOCUMENT, NODE_KEY, BATCH)
-"""The added keys that are filtered by: short strings, worth an index."""
 
 _OURS = {*KEYWORDS, ORDER, NODE_ID}
 _NAMES_AT_ONCE = 200  # in one filter
@@ -57,63 +50,6 @@ class Kind(StrEnum):
     NODE = "node"
     RECORD = "record"
     ABOUT = "about"
-
-
-class Database(ABC):
-    """What a connector can do with its collection. Its methods may raise whatever the client raises: see `errors`.
-
-    Attributes:
-        place: URL of the collection, without what is secret.
-        lock: Held during each call; a database that takes calls from many threads has one that holds nobody.
-    """
-
-    place: str
-    lock: AbstractContextManager[Any]
-
-    @property
-    @abstractmethod
-    def client(self) -> Any:
-        """The database's own client."""
-
-    @abstractmethod
-    def errors(self) -> AbstractContextManager[None]:
-        """Inside, the client's errors become `StoreError`s of one line."""
-
-    @abstractmethod
-    def dimension(self) -> int | None:
-        """Length of the collection's vectors; None if there is no collection."""
-
-    @abstractmethod
-    def create(self, dimension: int) -> None:
-        """Make the collection, with an index of `KEYWORDS`; one that is there by now is left."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Remove the collection."""
-
-    @abstractmethod
-    def put(self, nodes: Sequence[BaseNode]) -> None:
-        """Store nodes with their embeddings, so that the next call sees them; one of the same id is replaced."""
-
-    @abstractmethod
-    def nearest(self, vector: list[float], top_k: int, where: MetadataFilters) -> list[tuple[BaseNode, float]]:
-        """The nodes nearest to a vector among those that meet a condition, with their cosines, nearest first."""
-
-    @abstractmethod
-    def fetch(self, where: MetadataFilters) -> Iterable[BaseNode]:
-        """All nodes that meet a condition, in any order."""
-
-    @abstractmethod
-    def count(self, where: MetadataFilters) -> int:
-        """How many nodes meet a condition."""
-
-    @abstractmethod
-    def remove(self, where: MetadataFilters) -> None:
-        """Remove the nodes that meet a condition, so that the next call does not see them."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of it."""
 
 
 @dataclass
