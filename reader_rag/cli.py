@@ -47,7 +47,25 @@ def _tenant(name: str) -> str:
         raise typer.BadParameter(str(error)) from error
 
 
-Store = Annotated[Path, typer.Option("--store", help="Folder of the document store.", show_default=False)]
+Store = Annotated[Path | None, typer.Option("--store", help="Folder of the document store.", show_default=False)]
+VectorStore = Annotated[
+    str | None,
+    typer.Option(
+        "--vector-store",
+        help="Instead of --store: qdrant://HOST:PORT/COLLECTION or milvus://..., or on this machine "
+        "qdrant:///FOLDER/COLLECTION or milvus:///FILE.db/COLLECTION.",
+        show_default=False,
+    ),
+]
+
+
+def _place(store: Path | None, vector_store: str | None) -> Path | str:
+    """Where the store is: exactly one of the two."""
+    if (store is None) == (vector_store is None):
+        raise typer.BadParameter("name one store: --store FOLDER or --vector-store URL")
+    return store or vector_store or ""
+
+
 Tenant = Annotated[
     str,
     typer.Option(
@@ -135,7 +153,8 @@ def ingest(
     paths: Annotated[
         list[Path], typer.Argument(help="Folders and files; PDF and office files need the extra 'files'.")
     ],
-    store: Store,
+    store: Store = None,
+    vector_store: VectorStore = None,
     chunk_tokens: Annotated[
         int | None,
         typer.Option("--chunk-tokens", help="Longest passage, in the embedding's tokens.", show_default="256 or less"),
@@ -157,6 +176,7 @@ def ingest(
     tenants have. Exit status: 0 if every file could be used, 2 if some were skipped (they are listed with reasons), 1
     if nothing was done.
     """
+    place = _place(store, vector_store)
     from reader_rag.rag.ingest import ingest as ingest_files
     from reader_rag.ui.loading import ModelOptions
     from reader_rag.ui.show import show_ingest
@@ -166,18 +186,18 @@ def ingest(
     with ingest_progress() as progress:
         report = ingest_files(
             paths,
-            store,
+            place,
             embed_model=embedding,
             chunk_tokens=chunk_tokens,
             chunk_overlap=chunk_overlap,
             progress=progress,
             tenant=tenant,
         )
-    show_ingest(output(), report, store)
+    show_ingest(output(), report, place)
     if datastore is not None:
         from reader_rag.ui.datastore import keep_passages
 
-        keep_passages(store, datastore, model, embedding, tenant, trust_remote_code)
+        keep_passages(place, datastore, model, embedding, tenant, trust_remote_code)
     if not report.ok:
         raise typer.Exit(2)
 
@@ -185,7 +205,8 @@ def ingest(
 @app.command(epilog='Example: reader-rag ask "Who wrote the report?" --store ~/papers-store --compare')
 def ask(
     question: Annotated[str, typer.Argument(help="What you want to know.")],
-    store: Store,
+    store: Store = None,
+    vector_store: VectorStore = None,
     top_k: TopK = 4,
     cutoff: Cutoff = None,
     max_tokens: MaxTokens = 256,
@@ -209,6 +230,7 @@ def ask(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer a question from a store: the answer, the passages behind it, what was copied from where, and counts."""
+    place = _place(store, vector_store)
     from reader_rag.ui.ask import ask as ask_store
     from reader_rag.ui.loading import ModelOptions
 
@@ -217,7 +239,7 @@ def ask(
     )
     asked = ask_store(
         question,
-        store,
+        place,
         models,
         top_k=top_k,
         cutoff=cutoff,
@@ -232,7 +254,8 @@ def ask(
 
 @app.command(epilog="Example: reader-rag chat --store ~/papers-store")
 def chat(
-    store: Store,
+    store: Store = None,
+    vector_store: VectorStore = None,
     top_k: TopK = 4,
     cutoff: Cutoff = None,
     max_tokens: MaxTokens = 256,
@@ -249,6 +272,7 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk about the documents of a store. Ctrl-C stops an answer; /sources, /stats, /reset, /help, /quit."""
+    place = _place(store, vector_store)
     from reader_rag.rag.engines import make_chat_engine, open_store
     from reader_rag.ui.answers import recorded
     from reader_rag.ui.chat import ChatSession
@@ -258,7 +282,7 @@ def chat(
         model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers, engine, engine_timeout
     )
     embedding = models.load_embedding()
-    with open_store(store, embedding, tenant) as documents:
+    with open_store(place, embedding, tenant) as documents:
         llm, recorder = recorded(models.load_llm(max_tokens))
         talk = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff)
         ChatSession(talk, recorder, output(), remote=engine is not None).run()

@@ -90,6 +90,10 @@ class StoreBusyError(StoreError):
     """Another process is writing to the store."""
 
 
+class StoreConnectionError(StoreError):
+    """The database that holds the store does not answer, or refuses us."""
+
+
 class StoreWriteError(StoreError):
     """A change could not be written (disk full, read-only folder); what was stored before is intact."""
 

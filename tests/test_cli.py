@@ -215,6 +215,57 @@ def test_tenants_of_a_store_do_not_see_one_another(docs: Path, tmp_path: Path, t
     assert ingest("--tenant", "bob") == "1 updated; 1 passages embedded, 1"
 
 
+@pytest.mark.parametrize("scheme", ["qdrant", "milvus"])
+def test_a_vector_database_gives_the_answers_of_the_folder(
+    scheme: str, docs: Path, tmp_path: Path, tiny_models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(f"llama_index.vector_stores.{scheme}", reason=f"pip install 'reader-rag[{scheme}]'")
+    monkeypatch.setenv("READER_RAG_CACHE", str(tmp_path / "cache"))
+    database = f"{scheme}://{tmp_path}/{scheme}.db/birds"
+    places = [("--store", str(tmp_path / "store")), ("--vector-store", database)]
+
+    def ingest() -> list[str]:
+        return [_run("ingest", docs, *place).stdout.partition(" in ")[0] for place in places]
+
+    def ask(*options: str) -> list[Any]:
+        asked = [_run("ask", "Is the heron in water?", *place, "--json", "--max-tokens", "9") for place in places]
+        reports = [json.loads(result.stdout) for result in asked]
+        assert [result.stderr for result in asked] == ["", ""]
+        for report in reports:
+            del report["stats"]
+            for source in report["sources"]:
+                source["score"] = round(source["score"], 5)
+        return reports
+
+    assert ingest() == ["2 added; 2 passages embedded, 2"] * 2
+    folder, there = ask()
+    assert folder == there
+    assert [Path(source["file"]).name for source in there["sources"]] == ["heron.txt", "owl.txt"]
+    (docs / "owl.txt").write_text(OWL + "It sleeps by day.\n")
+    (docs / "heron.txt").unlink()
+    assert ingest() == ["1 updated, 1 removed; 1 passages embedded, 1"] * 2
+    assert ingest() == ["1 unchanged; 0 passages embedded, 1"] * 2
+    folder, there = ask()
+    assert folder == there
+    chats = [_run("chat", *place, "--max-tokens", "5", typed="An owl?\n/sources\n") for place in places]
+    assert chats[0].stdout == chats[1].stdout
+    assert "owl.txt" in chats[1].stdout
+
+
+@pytest.mark.parametrize("command", [["ingest", "."], ["ask", "Why?"], ["chat"]])
+def test_exactly_one_store_is_named(command: list[str], tmp_path: Path) -> None:
+    both = ["--store", str(tmp_path), "--vector-store", "qdrant://localhost/birds"]
+    for options in ([], both):
+        _assert_one_line_error(_run(*command, *options), "--store FOLDER or --vector-store URL", status=2)
+
+
+def test_a_database_that_does_not_answer_is_one_line(docs: Path, word_embedding: None) -> None:
+    pytest.importorskip("llama_index.vector_stores.qdrant", reason="pip install 'reader-rag[qdrant]'")
+    for command in (["ingest", docs], ["ask", "Why?"], ["chat"]):
+        result = _run(*command, "--vector-store", "qdrant://127.0.0.1:1/birds")
+        _assert_one_line_error(result, "no Qdrant answers at qdrant://127.0.0.1:1/birds", "check host and port")
+
+
 @pytest.mark.parametrize("command", [["ingest", "."], ["ask", "Why?"], ["chat"], ["demo"]])
 @pytest.mark.parametrize("name", ["two\nlines", f"{ESCAPE}[31m", "x" * 300])
 def test_a_name_that_no_tenant_can_have_is_one_line(command: list[str], name: str, tmp_path: Path) -> None:

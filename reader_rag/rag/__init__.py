@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from reader_rag.rag.citations import Citation as Citation
     from reader_rag.rag.citations import cite as cite
     from reader_rag.rag.citations import context_of as context_of
+    from reader_rag.rag.document_store import DocumentStore as DocumentStore
     from reader_rag.rag.embedding import LocalEmbedding as LocalEmbedding
     from reader_rag.rag.embedding import SizedEmbedding as SizedEmbedding
     from reader_rag.rag.engines import NOTHING_FOUND as NOTHING_FOUND
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _HOME = {
     "NOTHING_FOUND": "engines",
     "Citation": "citations",
+    "DocumentStore": "document_store",
     "FaissStore": "vector_store",
     "IngestReport": "ingest",
     "LocalEmbedding": "embedding",
@@ -43,6 +45,7 @@ _HOME = {
 __all__ = [
     "NOTHING_FOUND",
     "Citation",
+    "DocumentStore",
     "FaissStore",
     "IngestReport",
     "LocalEmbedding",

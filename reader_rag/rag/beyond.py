@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
-from reader_rag.rag.vector_store import FaissStore
+from reader_rag.rag.document_store import DocumentStore
 
 MOST_CHARACTERS = 24_000
 """Of text beyond the prompt, for one question; about 6,000 tokens."""
@@ -24,7 +24,7 @@ class Surroundings:
         most_characters: Most text to bring; 0 brings none.
     """
 
-    def __init__(self, store: FaissStore, most_characters: int = MOST_CHARACTERS) -> None:
+    def __init__(self, store: DocumentStore, most_characters: int = MOST_CHARACTERS) -> None:
         self._store = store
         self._most = most_characters
 

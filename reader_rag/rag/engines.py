@@ -1,4 +1,4 @@
-"""Retriever, query engine and chat engine over a `FaissStore`, made of LlamaIndex's own parts.
+"""Retriever, query engine and chat engine over a document store, made of LlamaIndex's own parts.
 
 LlamaIndex's global `Settings` are neither changed nor relied on: models, tokenizer and prompts are passed on.
 """
@@ -26,9 +26,10 @@ from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm import ReaderLLM
 from reader_rag.rag.beyond import MOST_CHARACTERS, Surroundings
 from reader_rag.rag.chat import GroundedChatEngine
+from reader_rag.rag.document_store import DocumentStore
+from reader_rag.rag.places import open_place
 from reader_rag.rag.synthesis import PromptBudget, make_synthesizer
 from reader_rag.rag.texts import CHAT_CONTEXT, CHAT_REFINE, CHAT_SYSTEM, NOTHING_FOUND, QA_PROMPT, REFINE_PROMPT
-from reader_rag.rag.vector_store import FaissStore
 
 __all__ = ["NOTHING_FOUND", "make_chat_engine", "make_query_engine", "make_retriever", "open_store"]
 
@@ -48,25 +49,27 @@ class QuestionRetriever(VectorIndexRetriever):
         return _distinct(await super()._aretrieve(query_bundle))
 
 
-def open_store(store_dir: str | Path, embed_model: BaseEmbedding, tenant: str = "") -> FaissStore:
+def open_store(store: str | Path, embed_model: BaseEmbedding, tenant: str = "") -> DocumentStore:
     """Open a store that `ingest` made.
 
     Args:
-        store_dir: Its folder.
+        store: Its folder, or the URL of its collection in a vector database (`qdrant://...`, `milvus://...`).
         embed_model: The embedding model it was made with.
         tenant: Whose documents are to be seen.
 
     Raises:
-        ConfigError: No tenant can have that name.
+        ConfigError: No tenant can have that name, or no collection that URL.
+        MissingDependencyError: The package of that database is not installed; the message names the command.
         StoreNotFoundError: There is none.
+        StoreConnectionError: The database does not answer, or refuses us.
         StoreMismatchError: It was made with another embedding model or by another version.
         StoreCorruptError: Its file is damaged or not a store.
     """
-    return FaissStore.open(store_dir, embed_model=embed_model, tenant=tenant)
+    return open_place(store, embed_model=embed_model, tenant=tenant)
 
 
 def make_retriever(
-    store: FaissStore,
+    store: DocumentStore,
     embed_model: BaseEmbedding,
     top_k: int = DEFAULT_TOP_K,
     cutoff: float | None = None,
@@ -105,7 +108,7 @@ def make_retriever(
 
 
 def make_query_engine(
-    store: FaissStore,
+    store: DocumentStore,
     llm: LLM,
     embed_model: BaseEmbedding,
     *,
@@ -144,7 +147,7 @@ def make_query_engine(
 
 
 def make_chat_engine(
-    store: FaissStore,
+    store: DocumentStore,
     llm: LLM,
     embed_model: BaseEmbedding,
     *,
@@ -191,11 +194,11 @@ def make_chat_engine(
     )
 
 
-def _of(store: FaissStore, tenant: str | None) -> FaissStore:
+def _of(store: DocumentStore, tenant: str | None) -> DocumentStore:
     return store if tenant is None else store.for_tenant(tenant)
 
 
-def _speaking(llm: LLM, store: FaissStore, tenant: str | None) -> LLM:
+def _speaking(llm: LLM, store: DocumentStore, tenant: str | None) -> LLM:
     """The LLM, called on behalf of whoever is asked for: what it keeps of a tenant's documents serves nobody else."""
     if isinstance(llm, StructuredLLM):
         return llm.model_copy(update={"llm": _speaking(llm.llm, store, tenant)})

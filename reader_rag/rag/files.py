@@ -50,18 +50,18 @@ class FoundFiles:
     unlisted: list[tuple[Path, str]] = field(default_factory=list)
 
 
-def find_files(root: Path, leave_out: Path) -> FoundFiles:
+def find_files(root: Path, leave_out: Path | None) -> FoundFiles:
     """The files under a root, which may be a file itself.
 
     Args:
         root: A folder or a file.
-        leave_out: A folder to pass over: the store's own.
+        leave_out: A folder to pass over: the store's own, if it has one.
 
     Raises:
         IngestError: There is no such path, or it can never be a document.
     """
     root = Path(os.path.realpath(root))
-    leave_out = Path(os.path.realpath(leave_out))
+    passed_over = None if leave_out is None else Path(os.path.realpath(leave_out))
     try:
         kind = root.stat().st_mode
     except OSError as error:
@@ -76,7 +76,7 @@ def find_files(root: Path, leave_out: Path) -> FoundFiles:
 
     for folder, subfolders, names in os.walk(root, onerror=note):
         here = Path(folder)
-        subfolders[:] = sorted(s for s in subfolders if not s.startswith(".") and here / s != leave_out)
+        subfolders[:] = sorted(s for s in subfolders if not s.startswith(".") and here / s != passed_over)
         found.files.extend(here / name for name in names if not name.startswith("."))
     found.files.sort()
     return found

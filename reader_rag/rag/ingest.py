@@ -14,12 +14,12 @@ from filelock import FileLock, Timeout
 from llama_index.core.schema import MetadataMode, TextNode
 
 from reader_rag.config import checked_tenant
-from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreWriteError
+from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreNotFoundError, StoreWriteError
 from reader_rag.rag.chunking import Chunker
 from reader_rag.rag.embedding import SizedEmbedding
 from reader_rag.rag.files import FoundFiles, UnusableFileError, content_hash, find_files, parse, read_bytes
-from reader_rag.rag.store_file import FILE_NAME, DocumentRecord
-from reader_rag.rag.vector_store import FaissStore
+from reader_rag.rag.places import local_folder, lock_folder, open_place
+from reader_rag.rag.store_file import DocumentRecord
 
 DEFAULT_CHUNK_TOKENS = 256
 DEFAULT_CHUNK_OVERLAP = 32
@@ -91,7 +91,7 @@ class _Plan:
 
 def ingest(
     paths: str | Path | Sequence[str | Path],
-    store_dir: str | Path,
+    store: str | Path,
     *,
     embed_model: SizedEmbedding,
     chunk_tokens: int | None = None,
@@ -102,14 +102,16 @@ def ingest(
     """Bring a tenant's documents in the store up to date with what lies under some paths.
 
     New and changed files are split and embedded first; then documents and vectors are swapped in one commit. Until
-    that commit the store answers as before, and it stays as it was if anything fails. Files under other roots stay, and
-    so does all that is another tenant's, also where it is the same file. A file that can no longer be read keeps its
-    last good content and is reported.
+    that commit the store answers as before, and it stays as it was if anything fails. A vector database has no such
+    commits: there, what was broken off is made good by the next ingestion. Files under other roots stay, and so does
+    all that is another tenant's, also where it is the same file. A file that can no longer be read keeps its last good
+    content and is reported.
 
     Args:
         paths: Folders and files, or one of them. Hidden files and folders inside are passed over, and links to
             folders not followed.
-        store_dir: Folder of the store, made when there is something to put in.
+        store: Folder of the store, or the URL of a collection in a vector database (`qdrant://...`, `milvus://...`);
+            made when there is something to put in.
         embed_model: The model that the store is for.
         chunk_tokens: Longest chunk, in the embedding's tokens; None takes 256 or the model's limit if that is less.
         chunk_overlap: Tokens that neighbouring chunks share.
@@ -129,12 +131,12 @@ def ingest(
     tokens = _checked_chunk_tokens(chunk_tokens, chunk_overlap, embed_model.max_text_tokens)
     settings = f"chunker {_CHUNKER_VERSION}, {tokens} tokens, overlap {chunk_overlap}"
     report = progress or (lambda stage, done, total: None)
-    store_dir = Path(store_dir)
+    own_folder = local_folder(store)
     named = [paths] if isinstance(paths, (str, Path)) else paths
-    roots = [find_files(Path(path), store_dir) for path in named]
+    roots = [find_files(Path(path), own_folder) for path in named]
     _require_files(roots)
-    with _only_ingestion(store_dir, tenant):
-        known = _known_documents(store_dir, embed_model, tenant)
+    with _only_ingestion(store, tenant):
+        known = _known_documents(store, embed_model, tenant)
         plan = _Plan()
         files = {file: found.root for found in reversed(roots) for file in found.files}
         chunker = Chunker(embed_model, tokens, chunk_overlap)
@@ -149,12 +151,12 @@ def ingest(
         _embed(plan.nodes, embed_model, report)
         with (
             # In turn with other tenants' ingestions: SQLite would give up while a large commit goes on.
-            FileLock(store_dir / _COMMIT_LOCK_NAME),
-            FaissStore(store_dir, embed_model=embed_model, tenant=tenant) as store,
+            FileLock(lock_folder(store) / _COMMIT_LOCK_NAME),
+            open_place(store, embed_model=embed_model, tenant=tenant, must_exist=False) as opened,
         ):
             if plan.records or plan.removed:
-                store.replace_documents(plan.nodes, plan.records, [str(path) for path in plan.removed])
-            return _report(plan, store.num_nodes)
+                opened.replace_documents(plan.nodes, plan.records, [str(path) for path in plan.removed])
+            return _report(plan, opened.num_nodes)
 
 
 def _checked_chunk_tokens(asked: int | None, overlap: int, limit: int) -> int:
@@ -179,17 +181,18 @@ def _require_files(roots: Sequence[FoundFiles]) -> None:
 
 
 @contextmanager
-def _only_ingestion(store_dir: Path, tenant: str) -> Iterator[None]:
+def _only_ingestion(store: str | Path, tenant: str) -> Iterator[None]:
     """Hold the tenant's ingestion lock: embedding takes long, and two at once would do the same work twice."""
+    folder = lock_folder(store)
     try:
-        store_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(store_dir / _lock_name(tenant), timeout=0)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / _lock_name(tenant), timeout=0)
         lock.acquire()
     except Timeout as error:
-        raise StoreBusyError(f"another process is ingesting into {store_dir}; wait until it has finished") from error
+        raise StoreBusyError(f"another process is ingesting into {store}; wait until it has finished") from error
     except OSError as error:
         raise StoreWriteError(
-            f"the store folder {store_dir} cannot be written ({error.strerror or error}); choose another with --store"
+            f"the store folder {folder} cannot be written ({error.strerror or error}); choose another with --store"
         ) from error
     try:
         yield
@@ -202,12 +205,13 @@ def _lock_name(tenant: str) -> str:
     return f"ingest-{hashlib.sha256(tenant.encode()).hexdigest()[:32]}.lock" if tenant else _LOCK_NAME
 
 
-def _known_documents(store_dir: Path, embed_model: SizedEmbedding, tenant: str) -> dict[str, DocumentRecord]:
+def _known_documents(store: str | Path, embed_model: SizedEmbedding, tenant: str) -> dict[str, DocumentRecord]:
     """What the store holds of a tenant, after checking that it is whole and for this embedding model."""
-    if not (store_dir / FILE_NAME).exists():
+    try:
+        with open_place(store, embed_model=embed_model, tenant=tenant) as opened:
+            return {record.path: record for record in opened.documents()}
+    except StoreNotFoundError:
         return {}
-    with FaissStore.open(store_dir, embed_model=embed_model, tenant=tenant) as store:
-        return {record.path: record for record in store.documents()}
 
 
 def _plan_file(

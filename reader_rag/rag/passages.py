@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from reader_rag.decode.recall import passages_of
 from reader_rag.draft.datastore import Datastore
-from reader_rag.rag.vector_store import FaissStore
+from reader_rag.rag.document_store import DocumentStore
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Kept:
     total: int
 
 
-def keep_in_step(store: FaissStore, datastore: Datastore, tokenizer: PreTrainedTokenizerBase) -> Kept:
+def keep_in_step(store: DocumentStore, datastore: Datastore, tokenizer: PreTrainedTokenizerBase) -> Kept:
     """Make a datastore hold the passages of a store, for the store's tenant; what is gone is taken off the disk.
 
     Call it after documents were ingested or deleted. Only the differences are tokenised, and other stores' passages
@@ -41,8 +41,7 @@ def keep_in_step(store: FaissStore, datastore: Datastore, tokenizer: PreTrainedT
     Raises:
         DatastoreError: It cannot be written.
     """
-    place = "memory" if store.path is None else str(store.path.resolve())
-    prefix = hashlib.sha256(place.encode()).hexdigest()[:12] + "/"
+    prefix = hashlib.sha256(store.place.encode()).hexdigest()[:12] + "/"
     space = passages_of(store.tenant)
     wanted = {prefix + node.node_id: node for node in store.get_nodes()}
     there = {name for name in datastore.documents(namespace=space) if name.startswith(prefix)}

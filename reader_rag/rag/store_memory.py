@@ -13,13 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from reader_rag.errors import StoreMismatchError
 from reader_rag.rag.flat_index import Entry, FlatIndex
+from reader_rag.rag.identity import require_same_model
 from reader_rag.rag.store_file import NodeRow, StoreFile
-
-_SAME_MODEL_COSINE = 0.995  # leaves room for 16-bit weights and other devices
 
 Change = tuple[Sequence[int], Sequence[NodeRow]]
 """Ids that were removed from a tenant's nodes, and rows that were added to them."""
@@ -55,7 +52,7 @@ class StoreMemory:
         """Keep the store to one embedding model from now on.
 
         Args:
-            identity: What `vector_store.identity_of` says of it.
+            identity: What `identity.identity_of` says of it.
 
         Raises:
             StoreMismatchError: The store was made with another one.
@@ -168,7 +165,7 @@ class StoreMemory:
         self._seen = None
         self._meta = self.file.meta()
         if self._identity and "dimension" in self._meta:
-            _require_same_model(self._identity, self._meta)
+            require_same_model(self._identity, self._meta)
         self._seen = commit
 
 
@@ -182,21 +179,3 @@ def _entry(row: NodeRow) -> Entry:
     # The names under which LlamaIndex's other stores let filters ask for the document.
     metadata |= dict.fromkeys(("document_id", "doc_id", "ref_doc_id"), row.ref_doc_id or "None")
     return Entry(row.node_id, row.ref_doc_id, metadata)
-
-
-def _require_same_model(ours: dict[str, str], theirs: dict[str, str]) -> None:
-    made_by = f"the store was made with the embedding model {theirs.get('embed_model', 'unknown')!r}"
-    remedy = "use that model (--embed-model) or ingest into a new folder"
-    if ours["dimension"] != theirs["dimension"]:
-        raise StoreMismatchError(
-            f"{made_by} ({theirs['dimension']} numbers per vector), not {ours['embed_model']!r} "
-            f"({ours['dimension']}): {remedy}"
-        )
-    if "probe" in theirs and _cosine(ours["probe"], theirs["probe"]) < _SAME_MODEL_COSINE:
-        raise StoreMismatchError(f"{made_by}, and {ours['embed_model']!r} gives other vectors: {remedy}")
-
-
-def _cosine(ours: str, theirs: str) -> float:
-    a: NDArray[np.float32] = np.frombuffer(bytes.fromhex(ours), dtype="<f4")
-    b: NDArray[np.float32] = np.frombuffer(bytes.fromhex(theirs), dtype="<f4")
-    return float(a @ b)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -14,26 +12,23 @@ from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
-    BasePydanticVectorStore,
     MetadataFilters,
     VectorStoreQuery,
-    VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 from numpy.typing import NDArray
 
 from reader_rag.config import checked_tenant
-from reader_rag.errors import ConfigError, StoreMismatchError
+from reader_rag.errors import ConfigError
+from reader_rag.rag.document_store import DocumentStore
 from reader_rag.rag.flat_index import FlatIndex
+from reader_rag.rag.identity import identity_of, unit_vectors
 from reader_rag.rag.store_file import DocumentRecord, NodeRow, StoreFile, TenantSize
 from reader_rag.rag.store_memory import Change, StoreMemory
 
-# Two models that place this sentence at the same spot are the same model, whatever name or folder it was loaded from.
-_PROBE = "The quick brown fox jumps over the lazy dog."
 
-
-class FaissStore(BasePydanticVectorStore):
+class FaissStore(DocumentStore):
     """Nodes and their vectors, searched exactly; similarity is the cosine, higher is nearer.
 
     On disk the store is one SQLite file in a folder. Every change is one transaction that is on the disk when the call
@@ -58,10 +53,6 @@ class FaissStore(BasePydanticVectorStore):
         >>> store = FaissStore("my-store")
         >>> index = VectorStoreIndex.from_vector_store(store, embed_model=LocalEmbedding())
     """
-
-    stores_text: bool = True
-    is_embedding_query: bool = True
-    similarity_cutoff: float | None = None
 
     _memory: StoreMemory = PrivateAttr()  # shared by the store on behalf of all tenants
     _tenant: str = PrivateAttr()
@@ -147,8 +138,13 @@ class FaissStore(BasePydanticVectorStore):
         return self._file.path.parent if self._file.path is not None else None
 
     @property
+    def place(self) -> str:
+        """The store's folder, or "memory"."""
+        return "memory" if self.path is None else str(self.path.resolve())
+
+    @property
     def num_nodes(self) -> int:
-        """Number of the tenant's nodes. (No `__len__`: LlamaIndex takes a falsy store for a missing one.)"""
+        """Number of the tenant's nodes."""
         with self._memory.reading(self._tenant) as index:
             return 0 if index is None else len(index)
 
@@ -170,14 +166,6 @@ class FaissStore(BasePydanticVectorStore):
     def close(self) -> None:
         """Release the file; neither the store nor its copies for tenants can be used afterwards."""
         self._memory.close()
-
-    def __enter__(self) -> FaissStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def add(self, nodes: Sequence[BaseNode], **add_kwargs: Any) -> list[str]:
         """Store nodes with their embeddings; a node of the tenant whose id is there already is replaced.
@@ -270,12 +258,12 @@ class FaissStore(BasePydanticVectorStore):
             ConfigError: Another mode, no vector, `similarity_top_k` below 1, or a filter that cannot be applied.
             StoreMismatchError: A vector of another length than the store's.
         """
-        _check(query)
+        embedding = self._checked_vector(query)
         cutoff: float | None = kwargs.get("similarity_cutoff", self.similarity_cutoff)
         with self._memory.reading(self._tenant) as index:
             if index is None:
                 return VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
-            vector = _unit_vectors([query.query_embedding or []], index.dimension)[0]
+            vector = unit_vectors([embedding], index.dimension)[0]
             found = index.search(vector, query.similarity_top_k, _allowed(index, query))
             if cutoff is not None:
                 found = [(id_, score) for id_, score in found if score >= cutoff]
@@ -306,34 +294,6 @@ class FaissStore(BasePydanticVectorStore):
         with self._memory.locked():
             self._file.copy_to(target)
 
-    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """`add` on a worker thread."""
-        return await asyncio.to_thread(self.add, nodes, **kwargs)
-
-    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """`delete` on a worker thread."""
-        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
-
-    async def adelete_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
-    ) -> None:
-        """`delete_nodes` on a worker thread."""
-        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
-
-    async def aclear(self) -> None:
-        """`clear` on a worker thread."""
-        await asyncio.to_thread(self.clear)
-
-    async def aget_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
-    ) -> list[BaseNode]:
-        """`get_nodes` on a worker thread."""
-        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
-
-    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """`query` on a worker thread."""
-        return await asyncio.to_thread(self.query, query, **kwargs)
-
     def _replace(
         self, nodes: Sequence[BaseNode], records: Sequence[DocumentRecord] = (), gone: Sequence[str] = ()
     ) -> None:
@@ -342,7 +302,7 @@ class FaissStore(BasePydanticVectorStore):
         documents = [*(record.path for record in records), *gone]
 
         def change(index: FlatIndex | None, dimension: int | None) -> Change:
-            vectors = _unit_vectors(embeddings, dimension)
+            vectors = unit_vectors(embeddings, dimension)
             rows = [_row(node, vector) for node, vector in zip(latest, vectors, strict=True)]
             old: set[int] = set()
             if index is not None:
@@ -369,25 +329,6 @@ class FaissStore(BasePydanticVectorStore):
         return self._memory.file
 
 
-def identity_of(embed_model: BaseEmbedding) -> dict[str, str]:
-    """What a store remembers of the model that made it: name, vector length and a probe vector (hex, float32)."""
-    probe = _unit_vectors([embed_model.get_text_embedding(_PROBE)], None)[0]
-    return {
-        "embed_model": embed_model.model_name,
-        "dimension": str(len(probe)),
-        "probe": probe.astype("<f4").tobytes().hex(),
-    }
-
-
-def _check(query: VectorStoreQuery) -> None:
-    if query.mode != VectorStoreQueryMode.DEFAULT:
-        raise ConfigError(f"FaissStore answers queries of mode 'default' only, not {query.mode.value!r}")
-    if query.query_embedding is None:
-        raise ConfigError("the query has no query_embedding: give the retriever an embedding model")
-    if query.similarity_top_k < 1:
-        raise ConfigError(f"top_k must be at least 1, not {query.similarity_top_k}")
-
-
 def _allowed(index: FlatIndex, query: VectorStoreQuery) -> list[int] | None:
     """The ids that a query may find; None: any."""
     # LlamaIndex's `index.as_retriever()` sends an empty list where it means "any node".
@@ -395,24 +336,6 @@ def _allowed(index: FlatIndex, query: VectorStoreQuery) -> list[int] | None:
     if node_ids is None and doc_ids is None and query.filters is None:
         return None
     return index.select(node_ids=node_ids, doc_ids=doc_ids, filters=query.filters)
-
-
-def _unit_vectors(embeddings: Sequence[Sequence[float]], dimension: int | None) -> NDArray[np.float32]:
-    """float32 [n, dimension], each row scaled to length 1; a row of zeros stays as it is and is near to nothing."""
-    lengths = {len(embedding) for embedding in embeddings}
-    wanted = dimension or next(iter(lengths), 0)
-    if lengths - {wanted}:
-        other = next(iter(lengths - {wanted}))
-        raise StoreMismatchError(
-            f"the store holds vectors of {wanted} numbers, not {other}: "
-            "use the embedding model that made it, or a new folder"
-        )
-    vectors = np.asarray(embeddings, dtype=np.float64).reshape(len(embeddings), wanted)
-    if not np.isfinite(vectors).all():
-        raise ConfigError("an embedding holds NaN or infinity: the embedding model failed on a text")
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    units: NDArray[np.float64] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
-    return units.astype(np.float32)
 
 
 def _row(node: BaseNode, vector: NDArray[np.float32]) -> NodeRow:

@@ -17,9 +17,9 @@ from reader_rag.decode.types import Passage
 from reader_rag.hooks import CONTEXT_ID
 from reader_rag.llm import ReaderLLM
 from reader_rag.rag.citations import Citation, cite, context_of
+from reader_rag.rag.document_store import DocumentStore
 from reader_rag.rag.embedding import SizedEmbedding
 from reader_rag.rag.engines import make_query_engine
-from reader_rag.rag.vector_store import FaissStore
 from reader_rag.ui.comparison import Comparison, compare
 from reader_rag.ui.recorder import CallRecorder, LLMCall
 
@@ -79,7 +79,7 @@ def answer(
     question: str,
     nodes: Sequence[NodeWithScore],
     *,
-    store: FaissStore,
+    store: DocumentStore,
     llm: LLM,
     embed_model: SizedEmbedding,
     on_text: Callable[[str], None],

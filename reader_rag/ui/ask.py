@@ -53,7 +53,7 @@ class Asked:
 
 def ask(
     question: str,
-    store_dir: Path,
+    place: str | Path,
     models: ModelOptions,
     *,
     top_k: int,
@@ -68,7 +68,7 @@ def ask(
 
     Args:
         question: The question.
-        store_dir: The store's folder.
+        place: The store's folder, or its URL.
         models: Which models; with `compare`, "auto" as `dtype` means float32.
         top_k: Most passages.
         cutoff: Least similarity of a passage; None takes any.
@@ -88,7 +88,7 @@ def ask(
     if compare and models.dtype == "auto":
         models = replace(models, dtype="float32")
     embed_model = embed_model or models.load_embedding()
-    with open_store(store_dir, embed_model, tenant) as store:
+    with open_store(place, embed_model, tenant) as store:
         nodes = make_retriever(store, embed_model, top_k, cutoff).retrieve(question)
         if not nodes:
             if console is not None:

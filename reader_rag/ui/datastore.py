@@ -201,12 +201,17 @@ def remove(
 
 
 def keep_passages(
-    store_dir: Path, datastore: Path, model: str, embed_model: LocalEmbedding, tenant: str, trust_remote_code: bool
+    store: str | Path,
+    datastore: Path,
+    model: str,
+    embed_model: LocalEmbedding,
+    tenant: str,
+    trust_remote_code: bool,
 ) -> None:
     """Bring the passages of a tenant's store into a datastore, and say so.
 
     Args:
-        store_dir: The document store.
+        store: Folder or URL of the document store.
         datastore: Folder of the datastore.
         model: The LLM that it is for.
         embed_model: The store's.
@@ -218,11 +223,11 @@ def keep_passages(
 
     tokenizer, vocabulary = _tokenizer(model, trust_remote_code)
     with (
-        open_store(store_dir, embed_model, tenant) as store,
+        open_store(store, embed_model, tenant) as passages,
         _open(datastore, tokenizer, vocabulary) as drafts,
         status("keeping passages to draft from"),
     ):
-        kept = keep_in_step(store, drafts, tokenizer)
+        kept = keep_in_step(passages, drafts, tokenizer)
     output().print(f"{datastore}: {kept.total} passages to draft from ({kept.added} new, {kept.removed} removed)")
 
 

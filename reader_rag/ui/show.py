@@ -44,7 +44,7 @@ def streamed(console: Console) -> Callable[[str], None]:
     return show
 
 
-def show_ingest(console: Console, report: IngestReport, store: Path) -> None:
+def show_ingest(console: Console, report: IngestReport, store: str | Path) -> None:
     """What an ingestion did; files that were skipped, with reasons, on standard error."""
     counts = {
         "added": report.added,

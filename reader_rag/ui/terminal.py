@@ -25,6 +25,7 @@ _QUIET_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 _TALKATIVE = ("accelerate", "huggingface_hub", "sentence_transformers", "transformers")
+_ERRORS_TWICE = ("milvus_lite", "pymilvus")  # log what they raise, with tracebacks
 
 
 def output() -> Console:
@@ -66,6 +67,8 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, value)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
+    for name in _ERRORS_TWICE:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     warnings.simplefilter("default", ReaderWarning)
     warnings.showwarning = _show_warning
