@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from birds import HERON, OWL, write_birds
 from llama_index.core.schema import NodeWithScore, TextNode
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -37,8 +38,6 @@ from reader_rag.ui.show import show_citations, show_comparison, show_sources
 from reader_rag.ui.terminal import quiet_libraries
 
 COMMANDS = ["ingest", "ask", "chat", "demo", "models list", "models get", "verify", "bench generate"]
-HERON = "The heron stands still in shallow water and spears fish with its bill.\n"
-OWL = "The owl hunts at night and finds mice by their sound alone.\n"
 ESCAPE = "\x1b"
 
 
@@ -73,11 +72,7 @@ def tiny_models(monkeypatch: pytest.MonkeyPatch, word_embedding: None, tiny_engi
 
 @pytest.fixture
 def docs(tmp_path: Path) -> Path:
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    (folder / "heron.txt").write_text(HERON)
-    (folder / "owl.txt").write_text(OWL)
-    return folder
+    return write_birds(tmp_path / "docs")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from birds import HERON, OWL, write_birds
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
@@ -15,9 +16,6 @@ from reader_rag import models
 from reader_rag.cli import app
 from reader_rag.decode.recall import answers_of, texts_of
 from reader_rag.draft.datastore import Datastore, View
-
-HERON = "The heron stands still in shallow water and spears fish with its bill.\n"
-OWL = "The owl hunts at night and finds mice by their sound alone.\n"
 
 
 def run(*arguments: str | Path, typed: str = "") -> Result:
@@ -45,11 +43,7 @@ def tiny_vocabulary(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedT
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "heron.txt").write_text(HERON)
-    (folder / "owl.txt").write_text(OWL)
-    return folder
+    return write_birds(tmp_path / "texts")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from birds import HERON, OWL, write_birds
 from conftest import WordEmbedding
 from transformers import PreTrainedTokenizerFast
 
@@ -14,9 +15,6 @@ from reader_rag.draft.datastore import Datastore
 from reader_rag.rag import FaissStore
 from reader_rag.rag.ingest import ingest
 from reader_rag.rag.passages import Kept, keep_in_step
-
-HERON = "The heron stands still in shallow water and spears fish with its bill."
-OWL = "The owl hunts at night and finds mice by their sound alone."
 
 
 @pytest.fixture
@@ -27,11 +25,7 @@ def drafts(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Iterator[
 
 @pytest.fixture
 def docs(tmp_path: Path) -> Path:
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    (folder / "heron.txt").write_text(HERON)
-    (folder / "owl.txt").write_text(OWL)
-    return folder
+    return write_birds(tmp_path / "docs")
 
 
 def kept(docs: Path, store_dir: Path, drafts: Datastore, tokenizer: PreTrainedTokenizerFast, tenant: str = "") -> Kept:
