@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from birds import HERON, OWL, write_birds
-from conftest import WordEmbedding
 from transformers import PreTrainedTokenizerFast
+from word_embedding import WordEmbedding
 
 from reader_rag.decode.recall import open_datastore, passages_of
 from reader_rag.draft.datastore import Datastore
