@@ -17,6 +17,7 @@ from reader_rag.bench.commands import app as bench_app
 from reader_rag.bench.verify_command import verify
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError
+from reader_rag.models import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 from reader_rag.ui.datastore import app as datastore_app
 from reader_rag.ui.errors import OneLineErrors
 from reader_rag.ui.terminal import ingest_progress, output, quiet_libraries, status
@@ -81,7 +82,7 @@ AnsweringModel = Annotated[
     typer.Option(
         "--model",
         help="LLM: alias, local folder or hub id; with --engine, the server's name of it.",
-        show_default="smollm2-135m, or the server's only one",
+        show_default=f"{DEFAULT_MODEL}, or the server's only one",
     ),
 ]
 EngineUrl = Annotated[
@@ -124,9 +125,6 @@ KeepAnswers = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer.")]
 
-_MODEL = "smollm2-135m"
-_EMBED_MODEL = "minilm"
-
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -161,13 +159,13 @@ def ingest(
     ] = None,
     chunk_overlap: Annotated[int, typer.Option("--chunk-overlap", help="Tokens that neighbours share.")] = 32,
     tenant: Tenant = "",
-    embed_model: EmbedModel = _EMBED_MODEL,
+    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
     device: Device = "auto",
     datastore: Annotated[
         Path | None,
         typer.Option("--datastore", help="Keep the passages to draft from there too.", show_default="none"),
     ] = None,
-    model: Annotated[str, typer.Option("--model", help="LLM that the datastore is for.")] = _MODEL,
+    model: Annotated[str, typer.Option("--model", help="LLM that the datastore is for.")] = DEFAULT_MODEL,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Bring a store up to date with files on disk.
@@ -219,7 +217,7 @@ def ask(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
     model: AnsweringModel = None,
-    embed_model: EmbedModel = _EMBED_MODEL,
+    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
     device: Device = "auto",
     dtype: Dtype = "auto",
     exactness: Exact = "fast",
@@ -261,7 +259,7 @@ def chat(
     max_tokens: MaxTokens = 256,
     tenant: Tenant = "",
     model: AnsweringModel = None,
-    embed_model: EmbedModel = _EMBED_MODEL,
+    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
     device: Device = "auto",
     dtype: Dtype = "auto",
     exactness: Exact = "fast",
@@ -304,8 +302,8 @@ def demo(
         Path | None, typer.Option("--store", help="Folder of the store.", show_default="in --workdir")
     ] = None,
     tenant: Tenant = "",
-    model: Model = _MODEL,
-    embed_model: EmbedModel = _EMBED_MODEL,
+    model: Model = DEFAULT_MODEL,
+    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16, for the LLM.")] = "float32",
     exactness: Exact = "fast",

@@ -13,6 +13,7 @@ import typer
 from reader_rag.bench import replay_commands
 from reader_rag.bench.terminal import progress
 from reader_rag.errors import ConfigError
+from reader_rag.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from reader_rag.bench.methods import Task
@@ -50,7 +51,7 @@ def generate(
     ] = None,
     model: Annotated[
         str, typer.Option(help="Alias, folder, hub id, or with --replay a config.json for random weights.")
-    ] = "smollm2-135m",
+    ] = DEFAULT_MODEL,
     categories: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each category.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -111,7 +112,7 @@ def generate(
 @app.command(epilog="Example: reader-rag bench load --prompts prompts.jsonl --categories rag --limit 10")
 def load(
     prompts: Annotated[Path, typer.Option(help='Prompts, a line each: {"id", "category", "turns": [text, ...]}.')],
-    model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = "smollm2-135m",
+    model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = DEFAULT_MODEL,
     categories: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each category.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "float32",

@@ -13,6 +13,7 @@ import typer
 
 from reader_rag.bench.terminal import progress
 from reader_rag.errors import ConfigError
+from reader_rag.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from reader_rag.bench.inputs import Trace
@@ -166,7 +167,7 @@ def record(
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts as for bench generate; none: made from texts on this machine.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = "smollm2-135m",
+    model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = DEFAULT_MODEL,
     categories: CategoriesOption = "",
     limit: Annotated[int, typer.Option(min=1, help="Most prompts of each category.")] = 20,
     reworded: Annotated[bool, typer.Option(help="Ask the machine's own prompts in other words.")] = False,

@@ -11,6 +11,7 @@ import typer
 
 from reader_rag.bench.terminal import progress
 from reader_rag.errors import ConfigError, ReaderWarning
+from reader_rag.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from reader_rag.bench.inputs import BenchPrompt
@@ -24,7 +25,7 @@ _SHOWN = 20
 
 
 def verify(
-    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
+    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = DEFAULT_MODEL,
     prompts: Annotated[
         Path | None,
         typer.Option(
