@@ -6,18 +6,18 @@ those behind one token more lie within them, and one binary search finds the lon
 ones. Nothing has to be carried from step to step: a step that breaks a match costs what one that extends it does.
 
 Documents are enclosed by separators, the largest value of the stored width, which equal no token. Tokens are stored in
-16, 24 (three bytes, the lowest first) or 32 bits. Parts are handed over as addresses, since their number changes and no
-list of arrays is as cheap to hand over. Files may be damaged: no position from one is used before it is held to bounds.
+16, 24 (three bytes, the lowest first) or 32 bits. Parts are handed over as addresses, since their number changes. Files
+may be damaged: no position from one is used before it is held to bounds.
 """
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import carray, njit
+
+from reader_rag.draft.addresses import pointer
 
 LONGEST = 64
 """Most tokens compared; a match of that length may be longer."""
@@ -43,16 +43,6 @@ _TRIED = 64
 """Where there are more: places looked at for one that is not of a removed document."""
 
 
-@intrinsic
-def _address(typing_context: Any, address: Any) -> Any:
-    """An address as what `carray` takes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
 @njit(cache=True, nogil=True, error_model="numpy")
 def token_at(tokens: Any, i: Any) -> Any:
     """Token `i` of a stored text: uint16, uint32, or uint8 with three bytes a token."""
@@ -61,20 +51,16 @@ def token_at(tokens: Any, i: Any) -> Any:
     return np.int64(tokens[i])
 
 
-# Without the compiler a pointer is what ctypes calls one.
-_pointer: Any = _address if hasattr(token_at, "py_func") else (lambda address: ctypes.c_void_p(int(address)))
-
-
 @njit(cache=True, nogil=True, error_model="numpy")
 def _stored(part: Any, like: Any) -> Any:
     """The text of a part."""
     each = 3 if like.itemsize == 1 else 1
-    return carray(_pointer(part[TOKENS]), (part[SIZE] * each,), like.dtype)
+    return carray(pointer(part[TOKENS]), (part[SIZE] * each,), like.dtype)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _places(part: Any) -> Any:
-    return carray(_pointer(part[PLACES]), (part[COUNT],), np.int32)
+    return carray(pointer(part[PLACES]), (part[COUNT],), np.int32)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -101,7 +87,7 @@ def _search(part: Any, like: Any, query: Any, depth: int, state: Any, k: int) ->
     last: Any = part[COUNT]
     shared = 1 if part[FIRSTS] else 0
     if part[FIRSTS]:
-        firsts = carray(_pointer(part[FIRSTS]), (part[VOCABULARY] + 1,), np.int32)
+        firsts = carray(pointer(part[FIRSTS]), (part[VOCABULARY] + 1,), np.int32)
         last = min(max(np.int64(firsts[query[0] + 1]), 0), last)
         first = min(max(np.int64(firsts[query[0]]), 0), last)
     low, high, left, right = first, last, shared, shared
@@ -172,7 +158,7 @@ def _widen(part: Any, like: Any, query: Any, length: int, state: Any, k: int) ->
 @njit(cache=True, nogil=True, error_model="numpy")
 def _is_dead(part: Any, position: int) -> bool:
     """Whether a position lies in a removed document."""
-    ranges = carray(_pointer(part[DEAD]), (part[DEAD_COUNT], 2), np.int64)
+    ranges = carray(pointer(part[DEAD]), (part[DEAD_COUNT], 2), np.int64)
     low, high = 0, part[DEAD_COUNT]
     while low < high:
         middle = (low + high) >> 1

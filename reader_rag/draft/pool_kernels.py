@@ -1,4 +1,4 @@
-"""The loops behind `costs`: what passes take, and which nodes of several trees are worth a pass."""
+"""The loops that share a pass out among several texts: what passes take, and which drafted nodes are worth it."""
 
 from __future__ import annotations
 
@@ -94,3 +94,34 @@ def rank(probabilities: Any, depths: Any, stops: Any, lucks: Any, padded: bool, 
         if at < stops[chosen]:
             worths[chosen] = probabilities[at] * lucks[chosen] ** depths[at]
             lows[chosen] = min(lows[chosen], worths[chosen])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def share_out(paths: Any, drafted: Any, lucks: Any, times: Any, lengths: Any) -> None:
+    """Decide how much of each chain is verified, in one pass over all: see `rank`.
+
+    Args:
+        paths: float64 [chains, longest], path probabilities.
+        drafted: int64 [chains], tokens of each chain.
+        lucks: float64 [chains], see `rank`.
+        times: float64 [most rows], see `rank`.
+        lengths: int64 [chains], overwritten: tokens to verify of each.
+    """
+    chains = drafted.shape[0]
+    stops = np.empty(chains, np.int64)
+    total = 0
+    for k in range(chains):
+        total += drafted[k]
+        stops[k] = total
+        lengths[k] = 0
+    probabilities, depths = np.empty(total, np.float64), np.empty(total, np.int32)
+    at = 0
+    for k in range(chains):
+        for depth in range(drafted[k]):
+            probabilities[at] = paths[k, depth]
+            depths[at] = depth + 1
+            at += 1
+    owners = np.empty(total, np.int32)
+    size, _ = rank(probabilities, depths, stops, lucks, False, times, owners)
+    for k in range(size):
+        lengths[owners[k]] += 1
