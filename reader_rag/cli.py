@@ -336,13 +336,20 @@ def vllm_args(
     ] = None,
     costs: Annotated[
         Path | None,
-        typer.Option("--costs", help="Cost table, from bench vllm-costs.", show_default="built-in costs"),
+        typer.Option("--costs", help="Cost table, from bench vllm-costs.", show_default="assumed costs"),
     ] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option("--namespace", help="Searched in it besides what is shared; may be repeated.", show_default=False),
+    ] = None,
+    keep_answers: Annotated[
+        bool, typer.Option("--keep-answers", help="Draft from answers to earlier requests, whosever they were.")
+    ] = False,
 ) -> None:
     """Print the command that starts a vLLM server with these drafts. vLLM itself need not be here."""
     from reader_rag.vllm_args import serve_line
 
-    typer.echo(serve_line(model, drafted, datastore, costs))
+    typer.echo(serve_line(model, drafted, datastore, costs, namespace or (), keep_answers))
 
 
 def main() -> None:

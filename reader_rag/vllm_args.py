@@ -30,16 +30,27 @@ def speculation(drafted: int = DRAFTED) -> dict[str, Any]:
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafted}
 
 
-def reader_config(datastore: Path | str | None = None, costs: Path | str | None = None) -> dict[str, Any]:
+def reader_config(
+    datastore: Path | str | None = None,
+    costs: Path | str | None = None,
+    namespaces: Sequence[str] = (),
+    keep_answers: bool = False,
+) -> dict[str, Any]:
     """vLLM's `additional_config`: what the drafter is told; empty where it needs nothing.
 
     Args:
         datastore: Folder of texts to draft from too.
         costs: Cost table, as `reader-rag bench vllm-costs` writes it.
+        namespaces: Namespaces of the datastore that are searched besides the shared ones.
+        keep_answers: Whether requests are drafted from each other's answers.
     """
     held = {"datastore": datastore, "costs": costs}
     # Absolute: the server may be started elsewhere, and its workers on other machines.
-    ours = {name: str(Path(place).resolve()) for name, place in held.items() if place is not None}
+    ours: dict[str, Any] = {name: str(Path(place).resolve()) for name, place in held.items() if place is not None}
+    if namespaces:
+        ours["namespaces"] = list(namespaces)
+    if keep_answers:
+        ours["keep_answers"] = True
     return {"reader_rag": ours} if ours else {}
 
 
@@ -48,7 +59,8 @@ def serve_line(
     drafted: int = DRAFTED,
     datastore: Path | None = None,
     costs: Path | None = None,
-    more: Sequence[str] = (),
+    namespaces: Sequence[str] = (),
+    keep_answers: bool = False,
 ) -> str:
     """The command that starts a server, quoted for a shell.
 
@@ -57,30 +69,39 @@ def serve_line(
         drafted: Most tokens drafted for one request in a step.
         datastore: Folder of texts to draft from too; it must be of the model's tokenizer.
         costs: Cost table, as `reader-rag bench vllm-costs` writes it.
-        more: Further arguments of `vllm serve`.
+        namespaces: Namespaces of the datastore that are searched besides the shared ones.
+        keep_answers: Whether requests are drafted from each other's answers.
 
     Raises:
-        ConfigError: There is no such cost table, or a number is out of its range.
+        ConfigError: The cost table cannot be read, or a setting is wrong.
         ModelNotFoundError: The model is neither on this machine nor a hub id.
         DatastoreError: The datastore is not there, or of another tokenizer.
     """
+    from reader_rag.draft.step_table import StepTable
     from reader_rag.models import resolve_model
 
     source = str(resolve_model(model))
-    if costs is not None and not costs.is_file():
-        raise ConfigError(f"there is no cost table {costs}: make one with reader-rag bench vllm-costs --out {costs}")
+    if costs is not None:
+        StepTable.read(costs)
     if datastore is not None:
-        _check_datastore(datastore, source)
+        _check_datastore(datastore, namespaces, source)
+    elif namespaces:
+        raise ConfigError("--namespace is of a datastore: name its folder with --datastore")
     words = ["vllm", "serve", source, "--speculative-config", json.dumps(speculation(drafted))]
-    if ours := reader_config(datastore, costs):
+    if ours := reader_config(datastore, costs, namespaces, keep_answers):
         words += ["--additional-config", json.dumps(ours)]
-    return shlex.join([*words, *more])
+    return shlex.join(words)
 
 
-def _check_datastore(folder: Path, model: str) -> None:
+def _check_datastore(folder: Path, namespaces: Sequence[str], model: str) -> None:
     """Open it as the server will, so that what is wrong with it is said now."""
     from reader_rag.decode.recall import open_datastore
     from reader_rag.models import load_tokenizer
 
     tokenizer, vocabulary = load_tokenizer(model)
-    open_datastore(folder, tokenizer, vocabulary, read_only=True).close()
+    with open_datastore(folder, tokenizer, vocabulary, read_only=True) as store:
+        missing = sorted(set(namespaces) - set(store.namespaces()))
+    if missing:
+        raise ConfigError(
+            f"the datastore {folder} has no namespace {', '.join(missing)}: reader-rag datastore stats lists them"
+        )

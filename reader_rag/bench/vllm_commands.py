@@ -14,6 +14,7 @@ from reader_rag.vllm_args import DRAFTED
 
 if TYPE_CHECKING:
     from reader_rag.bench.vllm import VllmTask
+    from reader_rag.draft.step_table import StepTable
 
 Model = Annotated[str, typer.Option(help="Alias, local folder or hub id.")]
 Prompts = Annotated[
@@ -153,7 +154,7 @@ def vllm_costs(
         gpu_memory=gpu_memory,
     )
     table = measure_costs(options, numbers, lengths, context, rounds, progress())
-    out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    table.write(out)
     _print_costs(table)
     typer.echo(out)
 
@@ -224,13 +225,13 @@ def _print_stress(report: dict[str, Any]) -> None:
             typer.echo(f"  {_parted(one)}")
 
 
-def _print_costs(table: dict[str, Any]) -> None:
+def _print_costs(table: StepTable) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table("requests", title=f"ms of a step, vLLM {table['vllm']}, {table['dtype']}, {table['device']}")
-    for length in table["drafted"]:
+    shown = Table("requests", title=f"ms of a step, vLLM {table.vllm}, {table.device}")
+    for length in table.drafted:
         shown.add_column(f"{length} drafted", justify="right")
-    for number, row in zip(table["rows"], table["seconds"], strict=True):
+    for number, row in zip(table.rows, table.seconds, strict=True):
         shown.add_row(str(number), *(f"{1e3 * cell:.2f}" for cell in row))
     Console(stderr=True).print(shown)

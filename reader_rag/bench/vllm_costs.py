@@ -1,13 +1,7 @@
-"""`reader-rag bench vllm-costs`: what a step of vLLM costs by requests and drafted tokens.
-
-A table is JSON: `{"format", "version", "model", "dtype", "device", "vllm", "context", "rows": [...], "drafted": [...],
-"seconds": [[...]]}`; `seconds[i][j]` is the median time of a step in which each of `rows[i]` requests has `drafted[j]`
-drafted tokens verified.
-"""
+"""`reader-rag bench vllm-costs`: what a step of vLLM costs by requests and drafted tokens."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import statistics
 import time
@@ -19,10 +13,8 @@ from numpy.typing import NDArray
 
 from reader_rag.bench.vllm_engine import Driver, Options, greedy
 from reader_rag.bench.vllm_worker import Worker
+from reader_rag.draft.step_table import StepTable
 from reader_rag.errors import ConfigError
-
-FORMAT = "reader-rag step costs"
-VERSION = 1
 
 _MEASURED = 2
 """Steps timed before the next length has its turn; the step before them still verifies the last length's tokens."""
@@ -64,13 +56,13 @@ def measure_costs(
     context: int = 512,
     rounds: int = 7,
     progress: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
+) -> StepTable:
     """Time steps of a vLLM engine.
 
     Args:
         options: The engine; `at_once` and `drafted` must not be below the most that is measured.
-        rows: Requests at once, rising.
-        drafted: Drafted tokens of each, rising.
+        rows: Requests at once, rising from 1.
+        drafted: Drafted tokens of each, rising from 0.
         context: Tokens before those that are verified.
         rounds: How often all lengths have their turn.
         progress: Told what runs next.
@@ -79,12 +71,11 @@ def measure_costs(
         The table.
 
     Raises:
-        ConfigError: The numbers do not rise, or vLLM refuses the settings.
+        ConfigError: The numbers do not rise so, or vLLM refuses the settings.
         MissingDependencyError: vLLM is not installed.
     """
-    for name, numbers, least in (("rows", rows, 1), ("drafted", drafted, 0)):
-        if not numbers or numbers[0] < least or any(b <= a for a, b in itertools.pairwise(numbers)):
-            raise ConfigError(f"--{name} takes rising numbers from {least} up, e.g. 1,2,4,8, not {list(numbers)}")
+    # Refused before an hour is spent on it.
+    StepTable(tuple(rows), tuple(drafted), ((1.0,) * len(drafted),) * len(rows))
     # A request grows by one token a step, and by those that were right by chance.
     needed = context + 2 * rounds * len(drafted) * (_MEASURED + 1) + max(drafted)
     if needed > options.max_model_len:
@@ -99,18 +90,17 @@ def measure_costs(
             progress(f"{number} requests")
             seconds.append(worker.run(time_steps, number, list(drafted), context, rounds))
     found = machine(options)
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        **{name: found[name] for name in ("model", "dtype", "device", "vllm")},
-        "context": context,
-        "rows": list(rows),
-        "drafted": list(drafted),
-        "seconds": seconds,
-    }
+    return StepTable(
+        tuple(rows),
+        tuple(drafted),
+        tuple(seconds),
+        model=options.model,
+        device=f"{found['device']}, {options.dtype}",
+        vllm=found["vllm"],
+    )
 
 
-def time_steps(engine: Any, rows: int, drafted: Sequence[int], context: int, rounds: int) -> list[float]:
+def time_steps(engine: Any, rows: int, drafted: Sequence[int], context: int, rounds: int) -> tuple[float, ...]:
     """Median seconds of a step for each number of drafted tokens; runs in the worker."""
     draw = random.Random(rows)
     vocabulary = len(engine.get_tokenizer())
@@ -131,4 +121,4 @@ def time_steps(engine: Any, rows: int, drafted: Sequence[int], context: int, rou
                 taken[length].append(time.perf_counter() - started)
     for name, _ in begun:
         driver.abort(name)
-    return [round(statistics.median(taken[length]), 6) for length in drafted]
+    return tuple(round(statistics.median(taken[length]), 6) for length in drafted)
