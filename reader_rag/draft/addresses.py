@@ -1,4 +1,4 @@
-"""Arrays handed to the kernels by their addresses: as rows of one table, however many there are and whatever their size.
+"""Arrays handed to the kernels by their addresses, as rows of one table: any number of them, of any size.
 
 No list of arrays is as cheap to hand over. Whoever makes such a table keeps the arrays alive.
 """

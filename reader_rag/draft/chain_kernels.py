@@ -14,10 +14,6 @@ from numba import njit
 from reader_rag.draft.datastore.kernels import LONGEST, collect
 from reader_rag.draft.row_kernels import (
     BESIDE,
-    CHAIN_CELLS,
-    CHAIN_CHANCES,
-    CHAIN_EXPECTED,
-    CHAIN_TOKENS,
     DRAFTED,
     FOLLOWED,
     PROMPT,
@@ -27,8 +23,6 @@ from reader_rag.draft.row_kernels import (
 from reader_rag.draft.successor_kernels import prepare
 from reader_rag.draft.tree_kernels import (
     CHANCE,
-    ESTIMATE,
-    FOUND_CELL,
     FOUND_TOKEN,
     GROUP,
     ORDER,
@@ -54,10 +48,13 @@ def grow(
     work: Any,
     mass: Any,
     chain: Any,
-    estimates: Any,
+    chances: Any,
     paths: Any,
 ) -> int:
     """Follow the most probable token from place to place.
+
+    Where something is copied the prior has no say: the corrections of copies that it agrees with were counted beside
+    what a table learned from the model (see `calibration`), which nobody has here.
 
     Args:
         corpora: Three of int32 [>= size]: the text, texts beside it, and what the datastore holds behind its matches.
@@ -73,8 +70,8 @@ def grow(
         floor: Least probability of the whole chain.
         work: The same.
         mass: The same.
-        chain: int32 [2, >= longest], overwritten: the tokens, and their cells.
-        estimates: float64 [2, >= longest], overwritten: their estimates, and these corrected, given those before.
+        chain: int32 [>= longest], overwritten.
+        chances: float64 [>= longest], overwritten: the probability of each token, given those before.
         paths: float64 [>= longest], overwritten: the probability of the chain up to each.
 
     Returns:
@@ -86,8 +83,9 @@ def grow(
     stop = members
     prepare(work[SCRATCH])
     for depth in range(longest):
+        known = prior[:0] if stop else prior
         groups, found = find_children(
-            corpora, sizes, prompt, depth, 0, stop, before, token, keys, entries, prior, scoring, counts,
+            corpora, sizes, prompt, depth, 0, stop, before, token, keys, entries, known, scoring, counts,
             floor / above, work, mass,
         )  # fmt: skip
         best = -1
@@ -98,10 +96,8 @@ def grow(
             return depth
         above *= mass[CHANCE, best]
         before, token = token, int(work[FOUND_TOKEN, best])
-        chain[CHAIN_TOKENS, depth] = token
-        chain[CHAIN_CELLS, depth] = work[FOUND_CELL, best]
-        estimates[CHAIN_EXPECTED, depth] = mass[ESTIMATE, best]
-        estimates[CHAIN_CHANCES, depth] = mass[CHANCE, best]
+        chain[depth] = token
+        chances[depth] = mass[CHANCE, best]
         paths[depth] = above
         kept = 0
         if best < groups:
@@ -120,7 +116,7 @@ def draft(
     states: Any,
     matches: Any,
     chains: Any,
-    estimates: Any,
+    chances: Any,
     beside: Any,
     beside_size: int,
     stored: Any,
@@ -144,8 +140,8 @@ def draft(
         limits: int64 [n], most tokens of each chain.
         states: int64 [states, COLUMNS], see `row_kernels`; updated.
         matches: int32 [states, 2, 2, limit].
-        chains: int32 [states, 2, longest]; updated.
-        estimates: float64 [states, 2, longest]; updated.
+        chains: int32 [states, longest]; updated.
+        chances: float64 [states, longest]; updated.
         beside: int32 [>= beside_size], other texts.
         beside_size: Tokens of them.
         stored: int32 [n, tokens], what the datastore holds behind each row's matches.
@@ -155,7 +151,7 @@ def draft(
         entries: The same.
         prior: The same.
         scoring: The same.
-        counts: The same; read only.
+        counts: The same.
         floor: The same.
         work: The same; one for each thread.
         mass: The same.
@@ -174,7 +170,7 @@ def draft(
         )
         state[DRAFTED] = drafted[k] = grow(
             corpora, sizes, state[PROMPT], members, keys, entries, prior, scoring, counts,
-            limits[k], floor, work, mass, chains[s], estimates[s], paths[k],
+            limits[k], floor, work, mass, chains[s], chances[s], paths[k],
         )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +96,9 @@ class ChainDrafter:
     Each row's chain follows the most probable token from place to place. The tokens of all chains are one pool, the
     most probable first; of these as many are verified as make the tokens expected per second most, by the step table.
 
-    Nothing depends on time or chance: processes that are given the same calls draft the same.
+    Nothing depends on time or chance: processes that are given the same calls draft the same. Nothing is learned from
+    one text for another (corrections are the shipped ones), unless `max_beside` asks for it: a text's chain is the same
+    whatever else is in the batch. How its own drafts fare is learned, and tells how much of it is verified.
 
     Args:
         rows: Most rows of a batch.
@@ -107,7 +108,6 @@ class ChainDrafter:
         max_tokens: See `RowStates`.
         max_beside: See `RowStates`.
         stored: A datastore to search; None: there is none.
-        calibration: Corrects the estimates; None: by the shipped counts, learning on.
         prior: int32 [tokens, 8], see `SuccessorTable`; None: chains are copied only.
         threads: Most threads that draft.
     """
@@ -123,11 +123,9 @@ class ChainDrafter:
         max_beside: int = 0,
         max_occurrences: int = 256,
         stored: StoredTexts | None = None,
-        calibration: Calibration | None = None,
         prior: NDArray[np.int32] | None = None,
         threads: int | None = None,
     ) -> None:
-        self.calibration = Calibration() if calibration is None else calibration
         self.rows = RowStates(
             rows, longest, max_tokens=max_tokens, max_occurrences=max_occurrences, max_beside=max_beside
         )
@@ -140,7 +138,7 @@ class ChainDrafter:
         self._stored = nothing if search is None else (search.tokens, search.places, search.found)
         table = SuccessorTable(0, prior)
         self._fixed: tuple[Any, ...] = (
-            *(table.keys, table.entries, table.prior, Scoring().array, self.calibration.counts, _FLOOR),
+            *(table.keys, table.entries, table.prior, Scoring().array, Calibration(learns=False).counts, _FLOOR),
         )
         wanted = min(threads or os.cpu_count() or 1, -(-rows // _ROWS_BY_THREAD))
         self._scratch = [_Scratch(2 * max_occurrences + most) for _ in range(wanted)]
@@ -166,7 +164,7 @@ class ChainDrafter:
             call.
         """
         count = len(rows)
-        found = self.rows.update(texts, rows, lengths, came, self.calibration.counts, self.calibration.learns)
+        found = self.rows.update(texts, rows, lengths, came)
         if self._search is not None:
             self._search.look_up(found, self.rows.states)
         limits = np.minimum(limits, self._longest)
@@ -175,7 +173,7 @@ class ChainDrafter:
         hits, expected = self.rows.fortunes[found].T
         lucks = np.minimum((hits + _LUCK) / (expected + _LUCK), 1.0)
         share_out(self._paths[:count], self._drafted[:count], lucks, self._times_of(count), chosen)
-        return self.rows.chains[found, 0], chosen
+        return self.rows.chains[found], chosen
 
     def forget(self) -> None:
         """Drop all texts."""
@@ -202,7 +200,7 @@ class ChainDrafter:
             held.states,
             held.matches,
             held.chains,
-            held.estimates,
+            held.chances,
             beside.tokens,
             beside.size,
             *(array[start:stop] for array in self._stored),
@@ -222,6 +220,6 @@ class ChainDrafter:
         return times
 
 
-def as_lists(chains: NDArray[np.int32], lengths: Int64) -> Sequence[list[int]]:
+def as_lists(chains: NDArray[np.int32], lengths: Int64) -> list[list[int]]:
     """The tokens to verify of each chain."""
     return [chain[:length] for chain, length in zip(chains.tolist(), lengths.tolist(), strict=True)]

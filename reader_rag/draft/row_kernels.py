@@ -14,7 +14,7 @@ from numba import carray, njit
 
 from reader_rag.draft.addresses import pointer
 from reader_rag.draft.kernels import advance, append
-from reader_rag.draft.tree_kernels import EXPECTED, FORTUNE_FADE, HITS, LEAST_RATE, MOST_RATE, RATES
+from reader_rag.draft.tree_kernels import FORTUNE_FADE
 
 # Columns of the table of states: addresses and room of the index,
 TOKENS, PREVIOUS, TABLE, SLOTS, CAPACITY = range(5)
@@ -28,10 +28,6 @@ LOOK_BACK = 32
 """Tokens over which matches are followed up to the end of a text that is read at once; see `context`."""
 _COMPARED = 256
 """Tokens compared at once: without a way out in between, so that it is done with wide instructions."""
-
-# Rows of a state's chain.
-CHAIN_TOKENS, CHAIN_CELLS = 0, 1
-CHAIN_EXPECTED, CHAIN_CHANCES = 0, 1
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
@@ -109,32 +105,24 @@ def recognise(texts: Any, lengths: Any, rows: Any, states: Any, held: Any, taken
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def observe(tokens: Any, chain: Any, estimates: Any, drafted: int, fortune: Any, counts: Any, learns: bool) -> None:
-    """Note how the chain that was drafted last fared.
+def observe(tokens: Any, chain: Any, chances: Any, drafted: int, fortune: Any) -> None:
+    """Note how the chain that was drafted last fared, verified or not.
 
     Args:
         tokens: int32 [n], what came.
-        chain: int32 [2, >= drafted], see `chain_kernels.grow`.
-        estimates: float64 [2, >= drafted], the same.
+        chain: int32 [>= drafted].
+        chances: float64 [>= drafted], the probability of each of its tokens, given those before.
         drafted: Tokens of the chain.
         fortune: float64 [2], hits and expected hits of the last steps, fading; updated.
-        counts: float64 [3, cells], see `tree_kernels.build`; updated if it `learns`.
-        learns: Whether estimates are corrected from now on by what came.
     """
     if not drafted or not tokens.shape[0]:
         return
     fortune *= FORTUNE_FADE
     for depth in range(min(drafted, tokens.shape[0])):
-        hit = chain[CHAIN_TOKENS, depth] == tokens[depth]
-        fortune[1] += estimates[CHAIN_CHANCES, depth]
-        fortune[0] += 1.0 if hit else 0.0
-        if learns:
-            cell = chain[CHAIN_CELLS, depth]
-            counts[EXPECTED, cell] += estimates[CHAIN_EXPECTED, depth]
-            counts[HITS, cell] += 1.0 if hit else 0.0
-            counts[RATES, cell] = min(max(counts[HITS, cell] / counts[EXPECTED, cell], LEAST_RATE), MOST_RATE)
-        if not hit:
+        fortune[1] += chances[depth]
+        if chain[depth] != tokens[depth]:
             return
+        fortune[0] += 1.0
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -146,10 +134,8 @@ def follow(
     states: Any,
     matches: Any,
     chains: Any,
-    estimates: Any,
+    chances: Any,
     fortunes: Any,
-    counts: Any,
-    learns: bool,
     beside: Any,
     beside_previous: Any,
     beside_table: Any,
@@ -165,11 +151,9 @@ def follow(
         found: int64 [n], the state of each; it has room.
         states: int64 [states, COLUMNS]; updated.
         matches: int32 [states, 2, 2, limit], in the text and beside it, see `kernels.advance`; updated.
-        chains: int32 [states, 2, longest], see `observe`.
-        estimates: float64 [states, 2, longest].
+        chains: int32 [states, longest], see `observe`.
+        chances: float64 [states, longest].
         fortunes: float64 [states, 2]; updated.
-        counts: float64 [3, cells]; updated if it `learns`.
-        learns: See `observe`.
         beside: int32 [>= beside_size], other texts, separated by negative tokens.
         beside_previous: int32 [the same].
         beside_table: int32 [2, slots].
@@ -184,7 +168,7 @@ def follow(
         table = carray(pointer(state[TABLE]), (2, state[SLOTS]), np.int32)
         size = state[SIZE]
         new = texts[rows[k], state[BASE] + size : lengths[k]]
-        observe(new, chains[s], estimates[s], state[DRAFTED], fortunes[s], counts, learns)
+        observe(new, chains[s], chances[s], state[DRAFTED], fortunes[s])
         state[DRAFTED] = 0
         state[DISTINCT] += append(tokens, previous, table, size, new)
         end = size + new.shape[0]

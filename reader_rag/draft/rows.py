@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,8 +37,8 @@ class RowStates:
     Attributes:
         states: int64 [states, COLUMNS], see `row_kernels`.
         matches: int32 [states, 2, 2, max_occurrences], places in the text, and in those beside it.
-        chains: int32 [states, 2, longest], each text's last chain and the cells of its tokens.
-        estimates: float64 [states, 2, longest], of that chain.
+        chains: int32 [states, longest], what was drafted last.
+        chances: float64 [states, longest], the probability of each token of that, given those before.
         fortunes: float64 [states, 2], how chains fared lately.
         beside: Outputs of ended texts.
     """
@@ -51,8 +49,8 @@ class RowStates:
         states = 2 * rows  # rows of one call never take all, so that there is always one to drop
         self.states = np.zeros((states, kernels.COLUMNS), np.int64)
         self.matches = np.zeros((states, 2, 2, max_occurrences), np.int32)
-        self.chains = np.zeros((states, 2, longest), np.int32)
-        self.estimates = np.zeros((states, 2, longest))
+        self.chains = np.zeros((states, longest), np.int32)
+        self.chances = np.zeros((states, longest))
         self.fortunes = np.zeros((states, 2))
         self.beside = Corpus(0)
         self._max_tokens, self._max_beside = max_tokens, max_beside
@@ -71,7 +69,7 @@ class RowStates:
         """Bytes of their indexes."""
         return self.beside.nbytes + sum(text.nbytes for text in self._texts if text is not None)
 
-    def update(self, texts: Int32, rows: Int64, lengths: Int64, came: Int64, counts: Any, learns: bool) -> Int64:
+    def update(self, texts: Int32, rows: Int64, lengths: Int64, came: Int64) -> Int64:
         """Take in what the rows hold now.
 
         Args:
@@ -79,8 +77,6 @@ class RowStates:
             rows: int64 [n], the rows that are looked at, each once.
             lengths: int64 [n], tokens of each, at least 1.
             came: int64 [n], how many of them came in this step; of a text that is new, the others are its prompt.
-            counts: Of the `Calibration`.
-            learns: Whether these are counted on.
 
         Returns:
             int64 [n], the state of each row.
@@ -101,10 +97,8 @@ class RowStates:
             self.states,
             self.matches,
             self.chains,
-            self.estimates,
+            self.chances,
             self.fortunes,
-            counts,
-            learns,
             self.beside.tokens,
             self.beside.previous,
             self.beside.table,

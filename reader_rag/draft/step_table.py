@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class StepTable:
 
     def __post_init__(self) -> None:
         for name, values, first in (("rows", self.rows, 1), ("drafted", self.drafted, 0)):
-            rising = all(a < b for a, b in zip(values, values[1:], strict=False))
+            rising = all(a < b for a, b in pairwise(values))
             if not values or values[0] != first or not rising:
                 raise ConfigError(f"step costs: {name} must rise from {first}, not be {list(values)}")
         if len(self.drafted) < 2:
