@@ -128,7 +128,7 @@ def vllm_costs(
     rows: Annotated[str, typer.Option(help="Requests at once.")] = "1,2,4,8,16",
     drafted: Annotated[str, typer.Option(help="Drafted tokens of each.")] = "0,1,2,4,8,16",
     context: Annotated[int, typer.Option(min=1, help="Tokens before them.")] = 512,
-    rounds: Annotated[int, typer.Option(min=1, help="How often all lengths have their turn.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="How often all lengths have their turn.")] = 5,
     max_model_len: Length = 4096,
     eager: Eager = False,
     gpu_memory: GpuMemory = 0.8,

@@ -54,7 +54,7 @@ def measure_costs(
     rows: Sequence[int],
     drafted: Sequence[int],
     context: int = 512,
-    rounds: int = 7,
+    rounds: int = 5,
     progress: Callable[[str], None] = lambda _: None,
 ) -> StepTable:
     """Time steps of a vLLM engine.

