@@ -154,9 +154,9 @@ def make_engine(options: Options, method: str, **more: Any) -> Any:
         _need_suffix_decoding()
     chosen |= more
     if options.cache_tokens is not None:
-        # The size of a block is known only to the engine: made once to ask would take as long again.
+        # The size of a block is known only to the engine: made once to ask would take as long again. One is vLLM's own.
         chosen["block_size"] = _BLOCK
-        chosen["num_gpu_blocks_override"] = -(-options.cache_tokens // _BLOCK)
+        chosen["num_gpu_blocks_override"] = 1 + -(-options.cache_tokens // _BLOCK)
     try:
         return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**chosen))
     except (ValueError, RuntimeError) as cause:

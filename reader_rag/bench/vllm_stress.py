@@ -13,6 +13,8 @@ from reader_rag.bench.vllm_worker import Worker
 
 _MOST_BEFORE_ABORT = 12
 """A request that is aborted has so many tokens at most before; it may have none, or wait for its turn."""
+_SHORTEST, _LONGEST = 8, 256
+"""Tokens of a prompt that is cut."""
 _PARTS = 10
 """How often memory is looked at."""
 _WARM = 4
@@ -53,8 +55,10 @@ class _Asked:
 def cut(tasks: Sequence[VllmTask], seed: int = 0) -> list[VllmTask]:
     """Prompts of mixed lengths: the beginnings of given ones."""
     draw = random.Random(seed)
+    longest = [min(len(task.prompt), _LONGEST) for task in tasks]
     return [
-        replace(task, prompt=task.prompt[: draw.randint(min(8, len(task.prompt)), len(task.prompt))]) for task in tasks
+        replace(task, prompt=task.prompt[: draw.randint(min(_SHORTEST, most), most)])
+        for task, most in zip(tasks, longest, strict=True)
     ]
 
 

@@ -102,6 +102,14 @@ def test_a_storm_answers_all_but_what_is_aborted(monkeypatch: pytest.MonkeyPatch
     assert 0 < cut_short <= 10
 
 
+def test_prompts_are_cut_to_mixed_lengths() -> None:
+    tasks = [VllmTask(str(length), "rag", tuple(range(length))) for length in (5, 40, 2000, 2000, 2000)]
+    cut = [task.prompt for task in vllm_stress.cut(tasks)]
+    assert cut[0] == tuple(range(5))
+    assert all(prompt == tuple(range(len(prompt))) and 8 <= len(prompt) <= 256 for prompt in cut[1:])
+    assert len({len(prompt) for prompt in cut}) == 5
+
+
 def test_prompts_are_grouped_within_their_category() -> None:
     tasks = [VllmTask(str(number), category, (1,)) for number, category in enumerate(["a", "b", "a", "a", "b"])]
     groups = [[task.id for task in group] for group in _groups(tasks, 2)]

@@ -134,11 +134,14 @@ def test_answers_are_right_with_requests_aborted_and_others_put_back(options: Op
     assert report["accepted"] > 100
 
 
-def test_the_same_seeds_sample_the_same_tokens_again(reader: Worker, tasks: list[VllmTask]) -> None:
-    prompts = [task.prompt for task in tasks]
-    first, again, other = (reader.run(sampled, prompts, 24, seed) for seed in (7, 7, 8))
-    assert [answer.tokens for answer in again.answers] == [answer.tokens for answer in first.answers]
-    assert [answer.tokens for answer in other.answers] != [answer.tokens for answer in first.answers]
+def test_a_request_alone_samples_the_same_tokens_again_with_its_seed(reader: Worker, tasks: list[VllmTask]) -> None:
+    # Among others it need not: how much is drafted for it, and so what vLLM draws, depends on them.
+    def answer(prompt: tuple[int, ...], seed: int) -> list[int]:
+        return reader.run(sampled, [prompt], 24, seed).answers[0].tokens
+
+    first, again, other = ([answer(task.prompt, seed) for task in tasks[:3]] for seed in (7, 7, 8))
+    assert again == first
+    assert other != first
 
 
 def test_sampled_tokens_are_distributed_as_without_drafts(plain: Worker, reader: Worker, model: str) -> None:
