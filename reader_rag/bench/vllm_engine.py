@@ -153,6 +153,7 @@ def make_engine(options: Options, method: str, **more: Any) -> Any:
     if method == "suffix":
         _need_suffix_decoding()
     chosen |= more
+    _mend_sampling()
     if options.cache_tokens is not None:
         # The size of a block is known only to the engine: made once to ask would take as long again. One is vLLM's own.
         chosen["block_size"] = _BLOCK
@@ -165,6 +166,25 @@ def make_engine(options: Options, method: str, **more: Any) -> Any:
 
 _BLOCK = 32
 """Positions of a block of a cache of a given size; all of vLLM's attention backends take it."""
+
+
+def _mend_sampling() -> None:
+    """Have temperatures reach the positions of drafted tokens on the CPU.
+
+    vLLM 0.32 divides their logits by memory that nothing was written to there (vllm-project/vllm, issue 55005), with
+    any drafter, so that what is sampled would tell nothing of ours.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = _expanded
+
+
+def _expanded(values: Any, ends: Any, total: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+    """Each request's value for each of its drafted tokens, as `rejection_sampler.expand_batch_to_tokens` has it."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts, output_size=total)
 
 
 def _need_suffix_decoding() -> None:

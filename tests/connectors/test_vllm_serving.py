@@ -145,7 +145,7 @@ def test_a_request_alone_samples_the_same_tokens_again_with_its_seed(reader: Wor
 
 
 def test_sampled_tokens_are_distributed_as_without_drafts(plain: Worker, reader: Worker, model: str) -> None:
-    # vLLM draws otherwise where it verifies drafts, so one seed gives other tokens than plain decoding.
+    # vLLM draws otherwise where it verifies drafts, any drafts: one seed gives other tokens than in plain decoding.
     text = "red green blue red green blue red green blue red green"
     prompt = read_tasks(model, [BenchPrompt("colours", "sampled", text)], LENGTH, 8)[0].prompt[:-8]
     runs = [worker.run(sampled, [prompt] * 512, 4, 1) for worker in (plain, reader)]
