@@ -267,7 +267,10 @@ def replay_peers(
     categories: dict[str, list[Trace]] = defaultdict(list)
     for trace in traces:
         categories[trace.category].append(trace)
-    peers = {**RULES, **{f"reader chain of {width}": partial(ReaderChain, width, profile) for width in _CHAINS}}
+    peers: dict[str, Callable[[], Peer]] = {
+        **RULES,
+        **{f"reader chain of {width}": partial(ReaderChain, width, profile) for width in _CHAINS},
+    }
     notes = []
     try:
         importlib.import_module("arctic_inference.suffix_decoding")

@@ -82,8 +82,8 @@ def test_a_chain_is_the_same_whatever_else_is_in_the_batch() -> None:
     alone = [chain(text, longest=5) for text in texts]
     assert alone[0] == [3, 4, 1, 2]
     assert drafts(ChainDrafter(4, 5, FREE, threads=1), texts) == alone
-    many = ChainDrafter(40, 5, FREE, threads=3)
-    assert drafts(many, texts * 10) == alone * 10
+    many = ChainDrafter(200, 5, FREE, threads=3)
+    assert drafts(many, texts * 50) == alone * 50
 
 
 def test_a_limit_of_a_row_is_kept() -> None:
