@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from numba import njit, types  # type: ignore[attr-defined]
+from numba import njit, types
 from numba.extending import intrinsic
 
 

@@ -25,6 +25,8 @@ from reader_rag.draft.tree_kernels import (
     CHANCE,
     FOUND_TOKEN,
     GROUP,
+    MEMBER_POSITION,
+    MEMBER_SOURCE,
     ORDER,
     SCRATCH,
     find_children,
@@ -102,8 +104,11 @@ def grow(
         kept = 0
         if best < groups:
             for i in range(stop):
-                if work[GROUP, i] == best:
-                    work[ORDER, kept] = work[ORDER, i]
+                member = work[ORDER, i]
+                source, at = work[MEMBER_SOURCE, member], work[MEMBER_POSITION, member] + depth + 1
+                # Where its text ends there is nothing more to copy.
+                if work[GROUP, i] == best and at < sizes[source] and corpora[source][at] >= 0:
+                    work[ORDER, kept] = member
                     kept += 1
         stop = kept
     return longest

@@ -29,8 +29,8 @@ _FLOOR = 0.005
 """Least probability of a chain: what is rarer is not worth a position on any machine."""
 _LUCK = 2.0
 """Hits that a text is given in advance when its luck is judged; see `TreeBuilder`."""
-_ROWS_BY_THREAD = 8
-"""Rows below which another thread takes longer to wake than to draft."""
+_ROWS_BY_THREAD = 64
+"""Rows below which another thread takes longer to wake than to draft: a row takes a few microseconds."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,8 @@ class ChainDrafter:
         search = self._search
         self._stored = nothing if search is None else (search.tokens, search.places, search.found)
         table = SuccessorTable(0, prior)
-        self._fixed: tuple[Any, ...] = (
-            *(table.keys, table.entries, table.prior, Scoring().array, Calibration(learns=False).counts, _FLOOR),
-        )
+        counts = Calibration(learns=False).counts
+        self._fixed = (table.keys, table.entries, table.prior, Scoring().array, counts, _FLOOR)
         wanted = min(threads or os.cpu_count() or 1, -(-rows // _ROWS_BY_THREAD))
         self._scratch = [_Scratch(2 * max_occurrences + most) for _ in range(wanted)]
         self._pool = ThreadPoolExecutor(wanted - 1, "reader-rag-draft") if wanted > 1 else None
@@ -194,7 +193,7 @@ class ChainDrafter:
 
     def _grow_some(self, found: Int64, limits: Int64, start: int, stop: int, scratch: _Scratch) -> None:
         held, beside = self.rows, self.rows.beside
-        kernels.draft(
+        arguments: Any = (
             found[start:stop],
             limits[start:stop],
             held.states,
@@ -210,6 +209,7 @@ class ChainDrafter:
             self._paths[start:stop],
             self._drafted[start:stop],
         )
+        kernels.draft(*arguments)
 
     def _times_of(self, rows: int) -> Float64:
         """What steps over so many rows take, by positions."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, njit  # type: ignore[attr-defined]
 
 from reader_rag.draft.addresses import pointer
 from reader_rag.draft.kernels import advance, append
@@ -48,9 +48,10 @@ def _agrees(state: Any, text: Any, length: int) -> bool:
     stop = size
     while stop > 0:
         start = max(stop - _COMPARED, 0)
+        ours, theirs = tokens[start:stop], text[base + start : base + stop]
         differs = np.int32(0)
-        for i in range(start, stop):
-            differs |= tokens[i] ^ text[base + i]
+        for i in range(stop - start):
+            differs |= ours[i] ^ theirs[i]
         if differs:
             return False
         stop = start

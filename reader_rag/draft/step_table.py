@@ -150,4 +150,5 @@ def _line(at: Float64, values: Float64, wanted: Float64) -> Float64:
     """Linear between what is known, and beyond it as between the last two."""
     values = np.minimum.accumulate(values[::-1])[::-1]
     slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
-    return np.interp(wanted, at, values) + slope * np.maximum(wanted - at[-1], 0.0)
+    known: Float64 = np.interp(wanted, at, values) + slope * np.maximum(wanted - at[-1], 0.0)
+    return known

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, njit  # type: ignore[attr-defined]
 
 from reader_rag.draft.addresses import pointer
 
