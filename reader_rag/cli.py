@@ -21,6 +21,7 @@ from reader_rag.models import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 from reader_rag.ui.datastore import app as datastore_app
 from reader_rag.ui.errors import OneLineErrors
 from reader_rag.ui.terminal import ingest_progress, output, quiet_libraries, status
+from reader_rag.vllm_args import DRAFTED
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -373,6 +374,34 @@ def profile_model(
     path.parent.mkdir(parents=True, exist_ok=True)
     profile.save(path)
     typer.echo(path)
+
+
+@app.command("vllm-args", epilog='Example: eval "$(reader-rag vllm-args --model Qwen/Qwen3-8B) --port 8000"')
+def vllm_args(
+    model: Model = DEFAULT_MODEL,
+    drafted: Annotated[
+        int, typer.Option("-k", "--drafted", min=1, help="Most tokens drafted for one request in a step.")
+    ] = DRAFTED,
+    datastore: Annotated[
+        Path | None,
+        typer.Option("--datastore", help="Folder of texts to draft from too.", show_default="none"),
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option("--costs", help="Cost table, from bench vllm-costs.", show_default="assumed costs"),
+    ] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option("--namespace", help="Searched in it besides what is shared; may be repeated.", show_default=False),
+    ] = None,
+    keep_answers: Annotated[
+        bool, typer.Option("--keep-answers", help="Draft from answers to earlier requests, whosever they were.")
+    ] = False,
+) -> None:
+    """Print the command that starts a vLLM server with these drafts. vLLM itself need not be here."""
+    from reader_rag.vllm_args import serve_line
+
+    typer.echo(serve_line(model, drafted, datastore, costs, namespace or (), keep_answers))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from reader_rag.bench import replay_commands
+from reader_rag.bench import replay_commands, vllm_commands
 from reader_rag.bench.terminal import progress
 from reader_rag.errors import ConfigError
 from reader_rag.models import DEFAULT_MODEL
@@ -34,6 +34,9 @@ for _command, _example in (
     (replay_commands.recall, "recall traces.jsonl --top8 traces.npz"),
     (replay_commands.record, "record traces.jsonl --limit 20"),
     (replay_commands.calibrate, "calibrate traces.jsonl priors.npz --top8 traces.npz"),
+    (vllm_commands.vllm, "vllm --prompts prompts.jsonl --categories rag --limit 10"),
+    (vllm_commands.vllm_stress, "vllm-stress --requests 500"),
+    (vllm_commands.vllm_costs, "vllm-costs --model smollm2-135m --out costs.json"),
 ):
     app.command(epilog=f"Example: reader-rag bench {_example}")(_command)
 

@@ -151,7 +151,7 @@ def machine(engine: Engine) -> dict[str, Any]:
         "drafting": engine.drafting,
         "quantized": bool(getattr(engine.model, "is_quantized", False)),
         "forward": "compiled" if engine.target.cpu is not None else "torch",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -162,7 +162,8 @@ def machine(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

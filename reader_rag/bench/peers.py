@@ -1,4 +1,7 @@
-"""Other drafters without training, replayed on the same recorded answers, and what copying could reach at best."""
+"""Drafters without training, replayed on the same recorded answers, and what copying could reach at best.
+
+Other people's, and our own chains, as engines verify them that take no tree.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from reader_rag.bench.inputs import Trace
+from reader_rag.draft.chains import ChainDrafter
+from reader_rag.draft.profile import Profile
+from reader_rag.draft.step_table import StepTable
 
 Candidates = tuple[Sequence[int], Sequence[int]]
 """Drafted tokens and the index of each one's parent; -1: it follows the text. A parent comes before its children."""
@@ -195,6 +203,44 @@ class SuffixDecoding:
         self._cache.stop_request(self._request)
 
 
+class ReaderChain:
+    """Our own chains, without anything learned from logits; all that is drafted is verified.
+
+    Args:
+        width: Tokens of a draft.
+        profile: What is known of the model beforehand.
+    """
+
+    def __init__(self, width: int, profile: Profile | None = None) -> None:
+        prior = profile.tokens if profile is not None else None
+        self._drafter = ChainDrafter(1, width, _FREE, prior=prior, threads=1)
+        self._row = np.zeros(1, np.int64)
+
+    def start(self, prompt: Sequence[int]) -> None:
+        """See `Peer`."""
+        self._drafter.forget()
+        self._text = np.array([prompt], np.int32)
+        self._came = 0
+
+    def draft(self, remaining: int) -> Candidates:
+        """See `Peer`."""
+        lengths, came, limits = np.array([[self._text.shape[1]], [self._came], [remaining]])
+        chains, verified = self._drafter.draft(self._text, self._row, lengths, came, limits)
+        return _chain(chains[0, : verified[0]].tolist())
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """See `Peer`."""
+        self._text = np.append(self._text, np.array([tokens], np.int32), axis=1)
+        self._came = len(tokens)
+
+    def finish(self) -> None:
+        """See `Peer`."""
+
+
+_FREE = StepTable((1,), (0, 1), ((1.0, 1.0),))
+"""Steps that take the same however much is drafted."""
+_CHAINS = (4, 8, 10, 16)
+
 RULES: Mapping[str, Callable[[], Peer]] = {"prompt-lookup": PromptLookup, "vllm-ngram": VllmNgram}
 SUFFIX_DECODING: Mapping[str, Callable[[], Peer]] = {
     "suffix-decoding": lambda: SuffixDecoding(SuffixSettings()),
@@ -207,13 +253,14 @@ ORACLES: Mapping[str, bool] = {"oracle: best copy after a match": True, "oracle:
 
 
 def replay_peers(
-    traces: Sequence[Trace], progress: Callable[[str], None]
+    traces: Sequence[Trace], progress: Callable[[str], None], profile: Profile | None = None
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Replay traces by every peer, and by the oracles, which see the future.
+    """Replay traces by every peer, by our own chains, and by the oracles, which see the future.
 
     Args:
         traces: The answers. A warm peer has seen the earlier ones of the same category.
         progress: Told what is about to run.
+        profile: What is known of the model beforehand, for our own chains.
 
     Returns:
         Mean tokens emitted per step, by peer and category; and lines that say which peers were left out.
@@ -221,7 +268,10 @@ def replay_peers(
     categories: dict[str, list[Trace]] = defaultdict(list)
     for trace in traces:
         categories[trace.category].append(trace)
-    peers = dict(RULES)
+    peers: dict[str, Callable[[], Peer]] = {
+        **RULES,
+        **{f"reader chain of {width}": partial(ReaderChain, width, profile) for width in _CHAINS},
+    }
     notes = []
     try:
         importlib.import_module("arctic_inference.suffix_decoding")

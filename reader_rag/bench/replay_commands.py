@@ -48,7 +48,9 @@ def replay(
     warm: Annotated[bool, typer.Option(help="Keep what was learned from one answer to the next.")] = False,
     explain: Annotated[str | None, typer.Option(help="Tell this answer step by step instead.", metavar="ID")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Alias, folder or hub id: --explain in words, not ids.")] = None,
-    peers: Annotated[bool, typer.Option(help="Other training-free drafters, and two oracles, beside ours.")] = False,
+    peers: Annotated[
+        bool, typer.Option(help="Other training-free drafters, our chains, and two oracles, too.")
+    ] = False,
     ablation: Annotated[bool, typer.Option(help="Also with each part switched off.")] = False,
     datastore: Annotated[Path | None, typer.Option(help="Folder of a datastore to draft from too.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for reliability.png and ablation.png.")] = None,
@@ -79,7 +81,7 @@ def replay(
     if peers:
         from reader_rag.bench.peers import replay_peers
 
-        report["peers"], missing = replay_peers(recorded, progress())
+        report["peers"], missing = replay_peers(recorded, progress(), known)
         report["peers"] = {
             name: {category: {"mat": mat} for category, mat in row.items()} for name, row in report["peers"].items()
         }

@@ -59,6 +59,7 @@ def verify(
     Exit status: 1 if tokens differ where they must not (float32, or --exactness strict, where every bit of the logits
     must be the same too), and for an error, which is one line on standard error and no report.
     """
+    from reader_rag.bench.inputs import held_prompts
     from reader_rag.bench.verify import verify as run
     from reader_rag.config import GenerationConfig
     from reader_rag.decode.engine import Engine
@@ -71,7 +72,7 @@ def verify(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    numbers, held = _seeds(seeds), _held(prompts, categories, limit)
+    numbers, held = _seeds(seeds), held_prompts(prompts, categories, limit, _OWN)
     engine = Engine.load(
         model,
         dtype=dtype,
@@ -99,19 +100,6 @@ def _seeds(text: str) -> list[int]:
     if not seeds or not all(0 <= seed < 2**64 for seed in seeds):
         raise ConfigError(f"--seeds takes numbers from 0 up, comma-separated, not {text!r}")
     return seeds
-
-
-def _held(path: Path | None, categories: str, limit: int | None) -> list[BenchPrompt]:
-    from reader_rag.bench.inputs import read_prompts
-    from reader_rag.bench.own_prompts import own_prompts
-
-    wanted = [c for c in categories.split(",") if c]
-    if path is not None:
-        return read_prompts(path, wanted, limit)
-    held = [p for p in own_prompts(_OWN if limit is None else limit) if not wanted or p.category in wanted]
-    if not held:
-        raise ConfigError(f"--categories {categories}: without --prompts there are rag, summarization and chat")
-    return held
 
 
 def _encoded(engine: Engine, held: list[BenchPrompt]) -> list[tuple[str, Prompt]]:

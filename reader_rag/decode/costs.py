@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reader_rag.decode import cost_kernels as kernels
 from reader_rag.decode.step import AnyTarget
+from reader_rag.draft import pool_kernels as kernels
 from reader_rag.draft.tree import DraftTree
 
 _VERSION = 3

@@ -20,7 +20,7 @@ must be kept, from the many short ones.
 """
 
 
-class _Corpus:
+class Corpus:
     """Tokens with chains of equal tokens, growing by doubling; the arrays are what `kernels` describes."""
 
     def __init__(self, capacity: int) -> None:
@@ -65,7 +65,7 @@ class _Matches:
     def reset(self) -> None:
         self.count = 0
 
-    def advance(self, corpus: _Corpus, sequence: _Corpus, length: int) -> None:
+    def advance(self, corpus: Corpus, sequence: Corpus, length: int) -> None:
         """Follow the token `sequence[length - 1]`."""
         self.count = kernels.advance(
             corpus.tokens,
@@ -133,8 +133,8 @@ class ContextIndex:
         max_passage_tokens: int = 65_536,
         reserve: int = 0,
     ) -> None:
-        self._sequence = _Corpus(len(prompt) + reserve)
-        self._passages = _Corpus(0)
+        self._sequence = Corpus(len(prompt) + reserve)
+        self._passages = Corpus(0)
         self._sequence_matches = _Matches(max_occurrences)
         self._passage_matches = _Matches(max_occurrences)
         self._max_passage_tokens = max_passage_tokens
@@ -254,7 +254,7 @@ class ContextIndex:
             dropped += 1
         if dropped:
             self._added = self._added[dropped:]
-            self._passages = _Corpus(held)
+            self._passages = Corpus(held)
             self._added_starts = []
         for _, passage in self._added[len(self._added_starts) :]:
             self._added_starts.append(self._passages.size)

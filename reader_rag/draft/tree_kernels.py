@@ -32,7 +32,7 @@ LEAST_RATE, MOST_RATE = 0.25, 4.0
 
 _MOST = 0.995
 """Highest probability of a child."""
-_FORTUNE_FADE = 0.95
+FORTUNE_FADE = 0.95
 """What is kept of a stream's luck from step to step."""
 _FEW = 4
 """Up to so many children are searched one by one."""
@@ -86,19 +86,19 @@ def successor_cell(kind: int, estimate: float) -> int:
 TOKEN, PARENT, DEPTH, SOURCE, POSITION, MATCH_LENGTH, _CELL = range(7)
 TREE_ROWS = 6
 # then those whose columns are members,
-_MEMBER_SOURCE, _MEMBER_POSITION, _MEMBER_LENGTH, _ORDER, _GROUP, _MOVED = range(7, 13)
+MEMBER_SOURCE, MEMBER_POSITION, MEMBER_LENGTH, ORDER, GROUP, _MOVED = range(7, 13)
 # those whose columns are the children found at one node,
-_FOUND_TOKEN, _FOUND_SIZE, _FOUND_BEST, _FOUND_CELL, _FOUND_START, _FOUND_SLOT = range(13, 19)
+FOUND_TOKEN, _FOUND_SIZE, FOUND_BEST, FOUND_CELL, _FOUND_START, _FOUND_SLOT = range(13, 19)
 # those whose columns are candidates,
 _TOKEN, _PARENT, _START, _STOP, _DEPTH, _ORIGIN, _CANDIDATE_CELL, _RANKED = range(19, 27)
 # a hash table from a token to its column among the children found, and an entry made of the prior.
-_KEYS, _COLUMNS, _SCRATCH = range(27, 30)
+_KEYS, _COLUMNS, SCRATCH = range(27, 30)
 WORK_ROWS = 30
 PADDING = 16
 """Columns behind those that are used, so that a column's rows do not all fall into the same set of the CPU's cache."""
 # Rows of the float64 workspace: path probabilities of the candidates in their order, which become those of the nodes,
 # and the nodes' estimates; then of the children found; and the candidates' estimates.
-PATHS, _EXPECTED, _VOTES, _ESTIMATE, _CHANCE, _CANDIDATE_ESTIMATE = range(6)
+PATHS, _EXPECTED, _VOTES, ESTIMATE, CHANCE, _CANDIDATE_ESTIMATE = range(6)
 MASS_ROWS = 6
 
 # Rows of the calibration's counts.
@@ -111,7 +111,7 @@ SUCCESSOR = 3
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _lookup(work: Any) -> Any:
     """The hash table from a token to its column among the children found; see `kernels.find_slot`."""
-    return work[_KEYS:_SCRATCH, : work.shape[1] - PADDING]
+    return work[_KEYS:SCRATCH, : work.shape[1] - PADDING]
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
@@ -119,7 +119,7 @@ def _column(work: Any, token: int, found: int, hashed: bool) -> int:
     """The column of the child `token` among the first `found`, or -1."""
     if not hashed:
         for child in range(found):
-            if work[_FOUND_TOKEN, child] == token:
+            if work[FOUND_TOKEN, child] == token:
                 return child
         return -1
     lookup = _lookup(work)
@@ -129,9 +129,9 @@ def _column(work: Any, token: int, found: int, hashed: bool) -> int:
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _group(corpora: Any, sizes: Any, depth: int, start: int, stop: int, scoring: Any, work: Any, mass: Any) -> Any:
-    """Group the members `work[_ORDER, start:stop]` by their next token.
+    """Group the members `work[ORDER, start:stop]` by their next token.
 
-    `work[_GROUP, start:stop]` becomes each one's group, -1 where its text ends, and `mass[_VOTES, :groups]` their
+    `work[GROUP, start:stop]` becomes each one's group, -1 where its text ends, and `mass[_VOTES, :groups]` their
     votes.
 
     Returns:
@@ -142,33 +142,33 @@ def _group(corpora: Any, sizes: Any, depth: int, start: int, stop: int, scoring:
     longest = scoring.shape[0] - 1 - VOTES
     hashed = stop - start > _FEW
     for i in range(start, stop):
-        member = work[_ORDER, i]
-        source = work[_MEMBER_SOURCE, member]
-        at = work[_MEMBER_POSITION, member] + depth
+        member = work[ORDER, i]
+        source = work[MEMBER_SOURCE, member]
+        at = work[MEMBER_POSITION, member] + depth
         token = int(corpora[source][at]) if at < sizes[source] else -1
         if token < 0:
-            work[_GROUP, i] = -1
+            work[GROUP, i] = -1
             continue
         group = _column(work, token, groups, hashed)
         if group < 0:
             group = groups
             groups += 1
-            work[_FOUND_TOKEN, group] = token
+            work[FOUND_TOKEN, group] = token
             work[_FOUND_SIZE, group] = 0
-            work[_FOUND_BEST, group] = member
+            work[FOUND_BEST, group] = member
             mass[_VOTES, group] = 0.0
             if hashed:
                 slot = find_slot(_lookup(work), token)
                 work[_KEYS, slot] = token
                 work[_COLUMNS, slot] = group
                 work[_FOUND_SLOT, group] = slot
-        weight = scoring[VOTES + min(work[_MEMBER_LENGTH, member] + depth, longest)]
+        weight = scoring[VOTES + min(work[MEMBER_LENGTH, member] + depth, longest)]
         votes += weight
         mass[_VOTES, group] += weight
         work[_FOUND_SIZE, group] += 1
-        if work[_MEMBER_LENGTH, member] > work[_MEMBER_LENGTH, work[_FOUND_BEST, group]]:
-            work[_FOUND_BEST, group] = member
-        work[_GROUP, i] = group
+        if work[MEMBER_LENGTH, member] > work[MEMBER_LENGTH, work[FOUND_BEST, group]]:
+            work[FOUND_BEST, group] = member
+        work[GROUP, i] = group
     return groups, votes
 
 
@@ -180,7 +180,7 @@ def _forget(work: Any, groups: int) -> None:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _find(
+def find_children(
     corpora: Any,
     sizes: Any,
     prompt: int,
@@ -198,7 +198,7 @@ def _find(
     work: Any,
     mass: Any,
 ) -> Any:
-    """The children of a node: their tokens, cells, estimates and corrected probabilities (`_CHANCE`), given the node.
+    """The children of a node: their tokens, cells, estimates and corrected probabilities (`CHANCE`), given the node.
 
     Behind the groups of the members come the successors that no member proposes.
 
@@ -214,11 +214,11 @@ def _find(
     """
     groups, votes = _group(corpora, sizes, depth, start, stop, scoring, work, mass)
     hashed = stop - start > _FEW
-    entry, kind = successors(keys, entries, prior, work[_SCRATCH], before, token)
+    entry, kind = successors(keys, entries, prior, work[SCRATCH], before, token)
     known = entry[TOTAL] > 0
     for child in range(groups):
-        mass[_ESTIMATE, child] = mass[_VOTES, child] / (votes + 1.0)
-        work[_FOUND_CELL, child] = 1 if known else 0
+        mass[ESTIMATE, child] = mass[_VOTES, child] / (votes + 1.0)
+        work[FOUND_CELL, child] = 1 if known else 0
     found = groups
     if known:
         trust = scoring[TRUST + kind]
@@ -230,49 +230,49 @@ def _find(
             estimate = entry[WEIGHTS + k] * share
             child = _column(work, following, groups, hashed) if groups else -1
             if child >= 0:
-                mass[_ESTIMATE, child] += estimate
-                work[_FOUND_CELL, child] = 2
+                mass[ESTIMATE, child] += estimate
+                work[FOUND_CELL, child] = 2
                 continue
             if estimate * MOST_RATE < least:
                 if not groups:
                     break
                 continue
-            work[_FOUND_TOKEN, found] = following
-            work[_FOUND_BEST, found] = 2 if kind == PAIR else 1
-            mass[_ESTIMATE, found] = estimate
+            work[FOUND_TOKEN, found] = following
+            work[FOUND_BEST, found] = 2 if kind == PAIR else 1
+            mass[ESTIMATE, found] = estimate
             cell = successor_cell(kind, estimate)
-            work[_FOUND_CELL, found] = cell
-            mass[_CHANCE, found] = min(estimate * counts[RATES, cell], _MOST)
+            work[FOUND_CELL, found] = cell
+            mass[CHANCE, found] = min(estimate * counts[RATES, cell], _MOST)
             found += 1
     if hashed:
         _forget(work, groups)
     for child in range(groups):
-        best = work[_FOUND_BEST, child]
-        estimate = mass[_ESTIMATE, child]
-        source = work[_MEMBER_SOURCE, best]
-        origin = source + 1 if source else (1 if work[_MEMBER_POSITION, best] + depth >= prompt else 0)
+        best = work[FOUND_BEST, child]
+        estimate = mass[ESTIMATE, child]
+        source = work[MEMBER_SOURCE, best]
+        origin = source + 1 if source else (1 if work[MEMBER_POSITION, best] + depth >= prompt else 0)
         cell = copy_cell(
             origin,
-            work[_MEMBER_LENGTH, best] + depth,
+            work[MEMBER_LENGTH, best] + depth,
             estimate,
-            work[_FOUND_CELL, child],
+            work[FOUND_CELL, child],
             work[_FOUND_SIZE, child] > 1,
         )
-        work[_FOUND_CELL, child] = cell
-        mass[_CHANCE, child] = min(estimate * counts[RATES, cell], _MOST)
+        work[FOUND_CELL, child] = cell
+        mass[CHANCE, child] = min(estimate * counts[RATES, cell], _MOST)
     return groups, found
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _members(matches: Any, followed: Any, work: Any) -> int:
+def list_members(matches: Any, followed: Any, work: Any) -> int:
     members = 0
     for source in range(3):
         places = matches[source]
         for k in range(followed[source]):
-            work[_MEMBER_SOURCE, members] = source
-            work[_MEMBER_POSITION, members] = places[0, k]
-            work[_MEMBER_LENGTH, members] = places[1, k]
-            work[_ORDER, members] = members
+            work[MEMBER_SOURCE, members] = source
+            work[MEMBER_POSITION, members] = places[0, k]
+            work[MEMBER_LENGTH, members] = places[1, k]
+            work[ORDER, members] = members
             members += 1
     return members
 
@@ -290,7 +290,7 @@ def observe(counts: Any, work: Any, mass: Any, nodes: int, tokens: Any, fortune:
         fortune: float64 [2], hits and expected hits (corrected) of the last steps, fading; updated.
     """
     parent = -1
-    fortune *= _FORTUNE_FADE
+    fortune *= FORTUNE_FADE
     for token in tokens:
         accepted = -1
         for node in range(parent + 1, nodes):
@@ -372,15 +372,15 @@ def build(
     # The best `max_nodes` candidates so far, in order; those before `nodes` are in the tree. Any other can never be.
     paths, ranked = mass[PATHS], work[_RANKED]
     ordered = nodes = depth = start = 0
-    prepare(work[_SCRATCH])
+    prepare(work[SCRATCH])
     matches = (sequence_matches, passage_matches, stored_matches)
-    stop = _members(matches, (followed, passage_followed, stored_followed), work)
+    stop = list_members(matches, (followed, passage_followed, stored_followed), work)
     token, before, above = int(sequence[length - 1]), int(sequence[length - 2]) if length > 1 else -1, 1.0
     while True:
         # No candidate below the least of `max_nodes` others is ever taken, and no child is above its parent.
         bar = floor if ordered < max_nodes else max(floor, paths[max_nodes - 1])
         if depth < max_depth and above * _MOST >= bar:
-            groups, found = _find(
+            groups, found = find_children(
                 corpora, sizes, prompt, depth, start, stop, before, token, keys, entries, prior, scoring, counts,
                 bar / above, work, mass,
             )  # fmt: skip
@@ -390,7 +390,7 @@ def build(
                 work[_FOUND_START, group] = first
                 first += work[_FOUND_SIZE, group]
             for child in range(found):
-                path = above * mass[_CHANCE, child]
+                path = above * mass[CHANCE, child]
                 if path < floor:
                     continue
                 if ordered < max_nodes:
@@ -407,24 +407,24 @@ def build(
                     at -= 1
                 paths[at] = path
                 ranked[at] = c
-                work[_TOKEN, c] = work[_FOUND_TOKEN, child]
+                work[_TOKEN, c] = work[FOUND_TOKEN, child]
                 work[_PARENT, c] = nodes - 1
                 work[_DEPTH, c] = depth + 1
-                work[_ORIGIN, c] = work[_FOUND_BEST, child]
-                work[_CANDIDATE_CELL, c] = work[_FOUND_CELL, child]
-                mass[_CANDIDATE_ESTIMATE, c] = mass[_ESTIMATE, child]
+                work[_ORIGIN, c] = work[FOUND_BEST, child]
+                work[_CANDIDATE_CELL, c] = work[FOUND_CELL, child]
+                mass[_CANDIDATE_ESTIMATE, c] = mass[ESTIMATE, child]
                 work[_START, c] = work[_STOP, c] = 0
                 if child < groups:
                     work[_START, c] = work[_FOUND_START, child]
                     work[_STOP, c] = work[_FOUND_START, child] + work[_FOUND_SIZE, child]
             if groups and stop > start + 1:
                 for i in range(start, stop):
-                    group = work[_GROUP, i]
+                    group = work[GROUP, i]
                     if group >= 0:
-                        work[_MOVED, work[_FOUND_START, group]] = work[_ORDER, i]
+                        work[_MOVED, work[_FOUND_START, group]] = work[ORDER, i]
                         work[_FOUND_START, group] += 1
                 for i in range(start, first):
-                    work[_ORDER, i] = work[_MOVED, i]
+                    work[ORDER, i] = work[_MOVED, i]
         if nodes == ordered:
             return nodes
         c = ranked[nodes]
@@ -439,9 +439,9 @@ def build(
         work[_CELL, nodes] = work[_CANDIDATE_CELL, c]
         mass[_EXPECTED, nodes] = mass[_CANDIDATE_ESTIMATE, c]
         if stop > start:
-            work[SOURCE, nodes] = work[_MEMBER_SOURCE, origin]
-            work[POSITION, nodes] = work[_MEMBER_POSITION, origin] + depth - 1
-            work[MATCH_LENGTH, nodes] = work[_MEMBER_LENGTH, origin] + depth - 1
+            work[SOURCE, nodes] = work[MEMBER_SOURCE, origin]
+            work[POSITION, nodes] = work[MEMBER_POSITION, origin] + depth - 1
+            work[MATCH_LENGTH, nodes] = work[MEMBER_LENGTH, origin] + depth - 1
         else:
             work[SOURCE, nodes] = SUCCESSOR
             work[POSITION, nodes] = -1

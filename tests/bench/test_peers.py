@@ -11,6 +11,8 @@ from reader_rag.bench.peers import best_copy_steps, replay_peers
 
 LIBRARY = ("suffix-decoding", "suffix-decoding tuned tree", "suffix-decoding, warm", "suffix-decoding tuned tree, warm")
 
+CHAINS = tuple(f"reader chain of {width}" for width in (4, 8, 10, 16))
+
 
 def trace(prompt: tuple[int, ...], output: tuple[int, ...], category: str = "a") -> Trace:
     return Trace("same", category, prompt, output)
@@ -44,6 +46,15 @@ def test_the_vllm_rule_takes_the_longest_end_of_two_tokens_or_more_at_its_first_
     assert mat("vllm-ngram", SINGLE) == 1.5
     # 1 2 gives 3; then 1 2 4 gives 1 2 4.                                 4 | 5
     assert mat("vllm-ngram", TWICE) == 1.0
+
+
+def test_our_chains_copy_what_followed_the_longest_end_as_far_as_they_may() -> None:
+    # 98 99 gives 1..4; 3 4 5 then gives 6..9 and so on.                    1..5 | 6..10 | 11..15
+    counted = tuple(range(1, 16))
+    assert mat("reader chain of 4", trace((98, 99, *counted, 98, 99), counted)) == 5.0
+    assert mat("reader chain of 16", trace((98, 99, *counted, 98, 99), counted)) == 15.0
+    # 2 3 of LONGER gives 4 5 after 1 2 3, 8 after 2 3 alone.               4 5 6
+    assert mat("reader chain of 4", LONGER) == 3.0
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "vllm-ngram"])
@@ -103,6 +114,7 @@ def test_without_the_library_its_rows_are_left_out_and_a_line_says_how_to_get_th
     assert list(results) == [
         "prompt-lookup",
         "vllm-ngram",
+        *CHAINS,
         "oracle: best copy after a match",
         "oracle: best copy",
     ]
@@ -118,7 +130,7 @@ class TestSuffixDecoding:
 
     def test_its_rows_stand_between_the_rules_and_the_oracles(self) -> None:
         results, notes = replay_peers([SINGLE], lambda _: None)
-        assert list(results)[2:-2] == list(LIBRARY)
+        assert list(results)[2:-2] == [*CHAINS, *LIBRARY]
         assert notes == []
 
     def test_the_factor_bounds_the_draft_by_the_match(self) -> None:

@@ -496,6 +496,10 @@ def test_the_cost_of_drafting_is_reported_in_all_its_parts(traces: Path, top8: P
     for row in drafts.values():
         assert set(row) == {"us_p50", "us_p99", "us_in_replay_p50", "us_in_replay_p99"}
         assert all(value > 0.0 for value in row.values())
+    for rows in (32, 256):
+        step = report.pop(f"step_of_{rows}_rows_of_4000_tokens")
+        assert set(step) == {"us_p50_one_thread", "us_p50_threads"}
+        assert all(value > 0.0 for value in step.values())
     assert set(report) == {
         "us_per_token_followed_p50",
         "ms_to_index_32000",

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from reader_rag.draft import Calibration, ContextIndex, SuccessorTable, TreeBuilder, tree_kernels
+from reader_rag.draft.chains import ChainDrafter, as_lists
+from reader_rag.draft.step_table import StepTable
 
 
 def make_trees() -> dict[str, Any]:
@@ -52,6 +54,7 @@ def make_trees() -> dict[str, Any]:
             }
         )
     return {
+        "chains": make_chains(prior),
         "compiled": hasattr(tree_kernels.build, "py_func"),
         "trees": trees,
         "keys": table.keys.tolist(),
@@ -59,6 +62,16 @@ def make_trees() -> dict[str, Any]:
         "counts": calibration.counts.tolist(),
         "moved": int((calibration.counts != Calibration().counts).any(axis=0).sum()),
     }
+
+
+def make_chains(prior: Any) -> list[list[list[int]]]:
+    """What a batch of two rows drafts over a few steps."""
+    random = np.random.default_rng(8)
+    texts = random.integers(0, 4, (2, 60)).astype(np.int32)
+    drafter = ChainDrafter(2, 6, StepTable.assumed("cpu"), max_beside=100, prior=prior, threads=1)
+    rows, came = np.arange(2), np.full(2, 3)
+    steps = (drafter.draft(texts, rows, np.array([n, n + 4]), came, np.full(2, 6)) for n in range(20, 50, 3))
+    return [as_lists(*chains) for chains in steps]
 
 
 def test_without_the_compiler_the_same_trees_come_out_and_the_same_is_learned() -> None:
@@ -77,6 +90,7 @@ def test_without_the_compiler_the_same_trees_come_out_and_the_same_is_learned() 
     assert len(last["tokens"]) == 12
     assert set(last["sources"]) == {0, 1, 3}
     assert here["moved"] > 3
+    assert sum(len(draft) for step in here["chains"] for draft in step) > 10
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ those behind one token more lie within them, and one binary search finds the lon
 ones. Nothing has to be carried from step to step: a step that breaks a match costs what one that extends it does.
 
 Documents are enclosed by separators, the largest value of the stored width, which equal no token. Tokens are stored in
-16, 24 (three bytes, the lowest first) or 32 bits. Parts are handed over as addresses, since their number changes and no
-list of arrays is as cheap to hand over. Files may be damaged: no position from one is used before it is held to bounds.
+16, 24 (three bytes, the lowest first) or 32 bits. Parts are handed over as addresses, since their number changes. Files
+may be damaged: no position from one is used before it is held to bounds.
 """
 
 from __future__ import annotations

@@ -75,6 +75,11 @@ class View:
         self._identity = identity
         self._held: tuple[tuple[int, ...], _Table] | None = None
 
+    @property
+    def separator(self) -> int:
+        """What stands between documents."""
+        return self._identity.width.separator
+
     def cursor(self, *, most: int = 64, reach: int = 24, least: int = 1) -> Cursor:
         """A place in the view for one request; see `Cursor`."""
         return Cursor(self, most=most, reach=reach, least=least)
@@ -155,7 +160,7 @@ class Cursor:
         if min(most, reach, least) < 1:
             raise ValueError(f"most, reach and least must be at least 1: {most}, {reach}, {least}")
         self._view, self._reach, self._least = view, reach, least
-        self._separator = view._identity.width.separator
+        self._separator = view.separator
         self._last = np.full(kernels.LONGEST, -1, np.int32)
         self._state = np.zeros((kernels.STATE_ROWS, 8), np.int64)
         self._origins = np.zeros((2, most), np.int64)

@@ -1,4 +1,4 @@
-"""The loops behind `costs`: what passes take, and which nodes of several trees are worth a pass."""
+"""The loops that share a pass out among several texts: what passes take, and which drafted nodes are worth it."""
 
 from __future__ import annotations
 
@@ -59,38 +59,65 @@ def rank(probabilities: Any, depths: Any, stops: Any, lucks: Any, padded: bool, 
         (The best number of nodes, how many there are at all within the most rows).
     """
     trees = stops.shape[0]
-    nexts, worths, lows = np.empty(trees, np.int64), np.empty(trees), np.full(trees, np.inf)
+    worths, whose = np.empty(depths.shape[0], np.float64), np.empty(depths.shape[0], np.int32)
+    # By what is below all nodes before it in its own tree: bad luck tells against the deep ones among these.
+    highs = np.empty(depths.shape[0], np.float64)
+    start = 0
     for t in range(trees):
-        nexts[t] = stops[t - 1] if t else 0
-        worths[t] = -1.0
-        if nexts[t] < stops[t]:
-            worths[t] = probabilities[nexts[t]] * lucks[t] ** depths[nexts[t]]
-            lows[t] = worths[t]
+        high = -np.inf
+        for at in range(start, stops[t]):
+            worths[at] = probabilities[at] * lucks[t] ** depths[at]
+            high = max(high, -worths[at])
+            highs[at] = high
+            whose[at] = t
+        start = stops[t]
     most = times.shape[0]
     # More texts than times are known for are verified plainly.
     expected = float(trees)
     best, best_rate = 0, expected / times[min(trees, most) - 1]
     ordered = widest = 0
-    while True:
-        chosen = -1
-        for t in range(trees):
-            # By what is below all nodes before it in its own tree: bad luck tells against the deep ones among these.
-            if nexts[t] < stops[t] and (chosen < 0 or lows[t] > lows[chosen]):
-                chosen = t
-        if chosen < 0:
-            return best, ordered
-        nexts[chosen] += 1
-        width = nexts[chosen] - (stops[chosen - 1] if chosen else 0)
-        widest = max(widest, width)
+    widths = np.zeros(trees, np.int64)
+    for at in np.argsort(highs, kind="mergesort"):  # a stable one: nodes of a tree stay in their order
+        chosen = whose[at]
+        widths[chosen] += 1
+        widest = max(widest, widths[chosen])
         rows = trees + (trees * widest if padded else ordered + 1)
         if rows > most:
-            return best, ordered
+            break
         owners[ordered] = chosen
         ordered += 1
-        expected += worths[chosen]
+        expected += worths[at]
         if expected / times[rows - 1] > best_rate:
             best, best_rate = ordered, expected / times[rows - 1]
-        at = nexts[chosen]
-        if at < stops[chosen]:
-            worths[chosen] = probabilities[at] * lucks[chosen] ** depths[at]
-            lows[chosen] = min(lows[chosen], worths[chosen])
+    return best, ordered
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def share_out(paths: Any, drafted: Any, lucks: Any, times: Any, lengths: Any) -> None:
+    """Decide how much of each chain is verified, in one pass over all: see `rank`.
+
+    Args:
+        paths: float64 [chains, longest], path probabilities.
+        drafted: int64 [chains], tokens of each chain.
+        lucks: float64 [chains], see `rank`.
+        times: float64 [most rows], see `rank`.
+        lengths: int64 [chains], overwritten: tokens to verify of each.
+    """
+    chains = drafted.shape[0]
+    stops = np.empty(chains, np.int64)
+    total = 0
+    for k in range(chains):
+        total += drafted[k]
+        stops[k] = total
+        lengths[k] = 0
+    probabilities, depths = np.empty(total, np.float64), np.empty(total, np.int32)
+    at = 0
+    for k in range(chains):
+        for depth in range(drafted[k]):
+            probabilities[at] = paths[k, depth]
+            depths[at] = depth + 1
+            at += 1
+    owners = np.empty(total, np.int32)
+    size, _ = rank(probabilities, depths, stops, lucks, False, times, owners)
+    for k in range(size):
+        lengths[owners[k]] += 1

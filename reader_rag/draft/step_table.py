@@ -1,0 +1,154 @@
+"""What a step over several rows takes, as a table: made by a command, read from a file, or assumed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reader_rag.errors import ConfigError
+
+Float64 = NDArray[np.float64]
+
+FORMAT, VERSION = "reader-rag step costs", 1
+_FIELDS = ("model", "device", "vllm")
+
+# Seconds of a position beside those of a plain step of one row. A step reads all weights whatever its width, and each
+# position is computed with all of them. On a GPU reading takes longer until there are some hundred positions, and what
+# one adds is mostly attention; a CPU's cores are busy with computing from a few positions on.
+_GPU_POSITION, _CPU_POSITION = 0.005, 0.03
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Seconds of steps by rows and drafted tokens, measured or assumed; fixed while running.
+
+    Attributes:
+        rows: Rows of the steps, rising, the first 1.
+        drafted: Drafted tokens in each of these rows, rising, the first 0.
+        seconds: float64 [len(rows), len(drafted)], the median time of a step in which so many rows are each verified
+            with so many drafted tokens.
+        model: What was measured.
+        device: On what.
+        vllm: With which version.
+    """
+
+    rows: tuple[int, ...]
+    drafted: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    model: str = ""
+    device: str = ""
+    vllm: str = ""
+
+    def __post_init__(self) -> None:
+        for name, values, first in (("rows", self.rows, 1), ("drafted", self.drafted, 0)):
+            rising = all(a < b for a, b in pairwise(values))
+            if not values or values[0] != first or not rising:
+                raise ConfigError(f"step costs: {name} must rise from {first}, not be {list(values)}")
+        if len(self.drafted) < 2:
+            raise ConfigError("step costs: drafted must name 0 and at least one other number")
+        shape = (len(self.rows), len(self.drafted))
+        if len(self.seconds) != shape[0] or any(len(line) != shape[1] for line in self.seconds):
+            raise ConfigError(f"step costs: seconds must have {shape[0]} lines of {shape[1]} numbers")
+        if not all(math.isfinite(value) and value > 0.0 for line in self.seconds for value in line):
+            raise ConfigError("step costs: all seconds must be numbers above 0")
+
+    @classmethod
+    def assumed(cls, device: str) -> StepTable:
+        """What is assumed where nothing was measured: a plain step, and a little for each position.
+
+        Args:
+            device: "cpu", or anything else for an accelerator.
+        """
+        each = _CPU_POSITION if device == "cpu" else _GPU_POSITION
+        rows, drafted = (1, 256), (0, 64)
+        seconds = tuple(tuple(1.0 + each * (count * (1 + width) - 1) for width in drafted) for count in rows)
+        return cls(rows, drafted, seconds, device=device)
+
+    @classmethod
+    def read(cls, path: Path | str) -> StepTable:
+        """Read the file that `write` makes.
+
+        Raises:
+            ConfigError: It is not there, or no such file.
+        """
+        advice = "measure them again, or leave the setting out"
+        try:
+            held: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as cause:
+            raise ConfigError(f"cannot read step costs from {path}: {cause}; {advice}") from cause
+        if not isinstance(held, dict) or held.get("format") != FORMAT or held.get("version") != VERSION:
+            raise ConfigError(f"{path} does not hold step costs of version {VERSION}: {advice}")
+        try:
+            return cls(
+                _integers(held["rows"]),
+                _integers(held["drafted"]),
+                tuple(tuple(float(value) for value in line) for line in held["seconds"]),
+                *(str(held[name]) for name in _FIELDS),
+            )
+        except (KeyError, TypeError, ValueError) as cause:
+            raise ConfigError(f"{path}: {cause}; {advice}") from cause
+
+    def write(self, path: Path | str) -> None:
+        """Write a file that `read` takes.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        held = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{name: getattr(self, name) for name in (*_FIELDS, "rows", "drafted", "seconds")},
+        }
+        Path(path).write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+
+    def times(self, rows: int, most: int) -> Float64:
+        """Seconds of steps over so many rows, by the positions that they have in all.
+
+        Between what was measured the time is taken to be linear, beyond it to go on as between the last two; never to
+        fall with more positions.
+
+        Args:
+            rows: Rows, at least 1.
+            most: Most positions of a step, at least `rows`.
+
+        Returns:
+            float64 [most], the time of 1, 2, ... positions; those of fewer positions than rows are the plain step's.
+        """
+        drafted = np.arange(most - rows + 1, dtype=np.float64)
+        lines = [
+            _line(count * np.array(self.drafted, np.float64), np.array(line), drafted)
+            for count, line in zip(self.rows, self.seconds, strict=True)
+        ]
+        right = min(max(int(np.searchsorted(self.rows, rows)), 1), len(self.rows) - 1)
+        if len(self.rows) == 1:
+            known = lines[0]
+        else:
+            left = right - 1
+            share = (rows - self.rows[left]) / (self.rows[right] - self.rows[left])
+            known = lines[left] + share * (lines[right] - lines[left])
+        known = np.maximum(known, min(min(line) for line in self.seconds))
+        # Where a small step was measured in a bad moment, the larger one is the better witness.
+        known = np.minimum.accumulate(known[::-1])[::-1]
+        return np.concatenate([np.full(rows - 1, known[0]), known])
+
+
+def _integers(values: Sequence[Any]) -> tuple[int, ...]:
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        raise TypeError(f"whole numbers are needed, not {values}")
+    return tuple(values)
+
+
+def _line(at: Float64, values: Float64, wanted: Float64) -> Float64:
+    """Linear between what is known, and beyond it as between the last two."""
+    values = np.minimum.accumulate(values[::-1])[::-1]
+    slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
+    known: Float64 = np.interp(wanted, at, values) + slope * np.maximum(wanted - at[-1], 0.0)
+    return known
