@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from reader_rag.draft import step_table
 from reader_rag.draft.step_table import StepTable
 from reader_rag.errors import ConfigError
 
@@ -46,8 +47,14 @@ def test_more_positions_never_take_less() -> None:
     assert noisy.times(1, 4).tolist() == [10.0, 12.0, 12.0, 12.0]
 
 
-@pytest.mark.parametrize(("device", "narrow"), [("cpu", 1.03), ("cuda", 1.005)])
-def test_assumed_steps_take_a_little_more_for_each_position(device: str, narrow: float) -> None:
+@pytest.mark.parametrize(
+    ("device", "features", "narrow"),
+    [("cpu", {"avx512f": True}, 1.03), ("cpu", {"avx512f": False}, 1.5), ("cpu", {}, 1.5), ("cuda", {}, 1.005)],
+)
+def test_assumed_steps_take_a_little_more_for_each_position(
+    device: str, features: dict[str, bool], narrow: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_table, "get_host_cpu_features", lambda: features)
     assert StepTable.assumed(device).times(1, 2).tolist() == pytest.approx([1.0, narrow])
     # As many positions take as long, whether they are rows or drafted tokens.
     rows, drafted = StepTable.assumed(device).times(8, 8)[-1], StepTable.assumed(device).times(1, 8)[-1]
