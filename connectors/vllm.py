@@ -186,7 +186,7 @@ def _drafter(settings: ProposerSettings, vllm_config: Any, longest: int) -> Chai
     if settings.costs is None:
         _log.warning("no step costs were measured: how much is drafted is decided by assumed ones (%s)", device)
     if device == "cpu":
-        _log.warning("vLLM 0.32 for the CPU samples nonsense beside any drafts (its issue 55005): ask for temperature 0")
+        _log.warning("vLLM 0.32 for the CPU samples nonsense beside any drafts (its issue 55005): use temperature 0")
     vocabulary = _vocabulary(model)
     stored = _open(settings, vocabulary, model.get_vocab_size()) if settings.datastore is not None else None
     return ChainDrafter(
