@@ -218,7 +218,10 @@ def _print_stress(report: dict[str, Any]) -> None:
     for name in ("requests", "aborted", "tokens", "preemptions", "drafted", "accepted", "cache_tokens"):
         typer.echo(f"{name.replace('_', ' ')}: {report[name]}")
     memory = ", ".join(f"{held:.0f}" for held in report["memory_mb"])
-    typer.echo(f"memory, MB: {memory} (grown by {report['grown_mb']} since the first were answered)")
+    typer.echo(
+        f"memory, MB: {memory} (grown by {report['grown_mb']} since the first were answered, plain decoding by "
+        f"{report['grown_mb_plain']})"
+    )
     for name in ("ties", "wrong"):
         typer.echo(f"{name}: {len(report[name])}")
         for one in report[name]:

@@ -79,7 +79,8 @@ def stress(
         progress: Told what runs next.
 
     Returns:
-        The JSON report: how many ended how, wrong answers with the margin where they part, ties, preemptions, memory.
+        The JSON report: how many ended how, wrong answers with the margin where they part, ties, preemptions, memory,
+        and by how much it grows where plain decoding is asked the same.
 
     Raises:
         ConfigError: vLLM refuses the settings.
@@ -94,9 +95,10 @@ def stress(
             some = [task.prompt for task in tasks[first : first + options.at_once]]
             expected += plain.run(_answers, some, plan.max_tokens)
         progress(f"{plan.requests} requests")
-        with Worker(replace(options, cache_tokens=cache_tokens), "reader") as ours:
-            ours.wait()
-            found = ours.run(storm, [task.prompt for task in tasks], asked, plan.queued)
+        small = replace(options, cache_tokens=cache_tokens)
+        found = _run_storm(small, "reader", tasks, asked, plan)
+        progress(f"{plan.requests} requests, plainly")
+        undrafted = _run_storm(small, "plain", tasks, asked, plan)
         parted = []
         for one, tokens in zip(asked, found["tokens"], strict=True):
             wanted = expected[one.task][: len(tokens) if one.abort_after is not None else one.max_tokens]
@@ -105,7 +107,6 @@ def stress(
                     {"id": tasks[one.task].id, **first_difference(plain, tasks[one.task].prompt, wanted, tokens)}
                 )
     ties = [one for one in parted if one["margin"] is not None and abs(one["margin"]) <= TIE]
-    memory = found["memory_mb"]
     return {
         "requests": len(asked),
         "aborted": sum(one.abort_after is not None for one in asked),
@@ -115,11 +116,26 @@ def stress(
         "preemptions": found["preemptions"],
         "drafted": found["drafted"],
         "accepted": found["accepted"],
-        "memory_mb": memory,
-        "grown_mb": round(memory[-1] - memory[_WARM], 1),
+        "memory_mb": found["memory_mb"],
+        "grown_mb": _grown(found["memory_mb"]),
+        "grown_mb_plain": _grown(undrafted["memory_mb"]),
         "cache_tokens": cache_tokens,
         "machine": machine(options),
     }
+
+
+def _run_storm(
+    options: Options, method: str, tasks: Sequence[VllmTask], asked: Sequence[_Asked], plan: StressPlan
+) -> dict[str, Any]:
+    with Worker(options, method) as worker:
+        worker.wait()
+        found: dict[str, Any] = worker.run(storm, [task.prompt for task in tasks], asked, plan.queued)
+    return found
+
+
+def _grown(memory: Sequence[float]) -> float:
+    """Megabytes that came after the first parts, which fill what is filled once."""
+    return round(memory[-1] - memory[_WARM], 1)
 
 
 def _asked(plan: StressPlan, tasks: int) -> list[_Asked]:
