@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -82,7 +82,6 @@ class DatabaseStore(DocumentStore):
     """
 
     _shared: _Shared = PrivateAttr()
-    _tenant: str = PrivateAttr()
 
     def __init__(
         self,
@@ -124,11 +123,6 @@ class DatabaseStore(DocumentStore):
         return self._shared.database.place
 
     @property
-    def tenant(self) -> str:
-        """Whose documents are seen and changed."""
-        return self._tenant
-
-    @property
     def dimension(self) -> int | None:
         """Length of the vectors; None while there is no collection."""
         with self._calling():
@@ -139,12 +133,6 @@ class DatabaseStore(DocumentStore):
         """Number of the tenant's nodes."""
         with self._calling() as database:
             return 0 if self._known_dimension() is None else database.count(self._mine())
-
-    def for_tenant(self, tenant: str) -> Self:
-        """See `DocumentStore.for_tenant`."""
-        copy = self.model_copy()
-        copy._tenant = checked_tenant(tenant)
-        return copy
 
     def documents(self) -> list[DocumentRecord]:
         """Files that were ingested for the tenant, in path order."""
@@ -204,10 +192,6 @@ class DatabaseStore(DocumentStore):
                     "run the command again when they have finished"
                 )
 
-    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Remove a document's nodes; an unknown document is ignored."""
-        self.replace_documents((), (), [ref_doc_id])
-
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
@@ -216,8 +200,7 @@ class DatabaseStore(DocumentStore):
         Raises:
             ConfigError: No condition was given (`clear` removes everything), or a filter cannot be applied.
         """
-        if node_ids is None and filters is None:
-            raise ConfigError("delete_nodes needs node_ids or filters; use clear() to remove everything")
+        self._require_condition(node_ids, filters)
         with self._calling() as database:
             if self._known_dimension() is not None:
                 for condition in self._conditions(node_ids, filters, None):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
     BasePydanticVectorStore,
@@ -17,6 +18,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
+from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError
 from reader_rag.rag.store_file import DocumentRecord
 
@@ -35,17 +37,18 @@ class DocumentStore(BasePydanticVectorStore):
     is_embedding_query: bool = True
     similarity_cutoff: float | None = None
 
+    _tenant: str = PrivateAttr()
+
     @property
     @abstractmethod
     def place(self) -> str:
         """Where the store is, always by the same name: a folder, a URL, or "memory"."""
 
     @property
-    @abstractmethod
     def tenant(self) -> str:
         """Whose documents are seen and changed."""
+        return self._tenant
 
-    @abstractmethod
     def for_tenant(self, tenant: str) -> Self:
         """A light copy that sees and changes the documents of a tenant, and no others.
 
@@ -58,6 +61,9 @@ class DocumentStore(BasePydanticVectorStore):
         Raises:
             ConfigError: No tenant can have that name.
         """
+        copy = self.model_copy()
+        copy._tenant = checked_tenant(tenant)
+        return copy
 
     @property
     @abstractmethod
@@ -83,6 +89,10 @@ class DocumentStore(BasePydanticVectorStore):
             ConfigError: A vector that holds NaN or infinity.
             StoreError: It cannot be done; doing it again when it can be leaves what should be there.
         """
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Remove a document's nodes; an unknown document is ignored."""
+        self.replace_documents((), (), [ref_doc_id])
 
     @abstractmethod
     def get_nodes(
@@ -132,6 +142,10 @@ class DocumentStore(BasePydanticVectorStore):
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """`query` on a worker thread."""
         return await asyncio.to_thread(self.query, query, **kwargs)
+
+    def _require_condition(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
+        if node_ids is None and filters is None:
+            raise ConfigError("delete_nodes needs node_ids or filters; use clear() to remove everything")
 
     def _checked_vector(self, query: VectorStoreQuery) -> list[float]:
         """The vector of a query that can be answered."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -55,7 +55,6 @@ class FaissStore(DocumentStore):
     """
 
     _memory: StoreMemory = PrivateAttr()  # shared by the store on behalf of all tenants
-    _tenant: str = PrivateAttr()
 
     def __init__(
         self,
@@ -100,22 +99,6 @@ class FaissStore(DocumentStore):
         """
         return cls(path, embed_model=embed_model, similarity_cutoff=similarity_cutoff, must_exist=True, tenant=tenant)
 
-    def for_tenant(self, tenant: str) -> Self:
-        """A light copy that sees and changes the documents of a tenant, and no others.
-
-        Args:
-            tenant: Whose documents.
-
-        Returns:
-            A copy that shares file and memory: closing one closes all.
-
-        Raises:
-            ConfigError: No tenant can have that name.
-        """
-        copy = self.model_copy()
-        copy._tenant = checked_tenant(tenant)
-        return copy
-
     @classmethod
     def class_name(cls) -> str:
         """Name under which LlamaIndex serialises this component."""
@@ -126,11 +109,6 @@ class FaissStore(DocumentStore):
         """The tenant's FAISS index, or None while there is none. For looking at; changes to it are lost."""
         with self._memory.reading(self._tenant) as index:
             return None if index is None else index.faiss_index
-
-    @property
-    def tenant(self) -> str:
-        """Whose documents are seen and changed."""
-        return self._tenant
 
     @property
     def path(self) -> Path | None:
@@ -200,10 +178,6 @@ class FaissStore(DocumentStore):
         """
         self._replace(nodes, records, gone)
 
-    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Remove a document's nodes; an unknown document is ignored."""
-        self._replace((), (), [ref_doc_id])
-
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
@@ -212,8 +186,7 @@ class FaissStore(DocumentStore):
         Raises:
             ConfigError: No condition was given (`clear` removes everything), or a filter cannot be applied.
         """
-        if node_ids is None and filters is None:
-            raise ConfigError("delete_nodes needs node_ids or filters; use clear() to remove everything")
+        self._require_condition(node_ids, filters)
 
         def change(index: FlatIndex | None, dimension: int | None) -> Change:
             ids = index.select(node_ids=node_ids, filters=filters) if index is not None else []
