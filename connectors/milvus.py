@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
     FilterCondition,
@@ -88,22 +87,10 @@ class MilvusStore(DatabaseStore):
         StoreError: As `DatabaseStore`.
     """
 
-    def __init__(
-        self,
-        url: str | DatabaseUrl,
-        *,
-        embed_model: BaseEmbedding | None = None,
-        similarity_cutoff: float | None = None,
-        must_exist: bool = False,
-        tenant: str = "",
-    ) -> None:
-        super().__init__(
-            MilvusDatabase(url if isinstance(url, DatabaseUrl) else DatabaseUrl.parse(url)),
-            embed_model=embed_model,
-            similarity_cutoff=similarity_cutoff,
-            must_exist=must_exist,
-            tenant=tenant,
-        )
+    @classmethod
+    def database_at(cls, url: DatabaseUrl) -> MilvusDatabase:
+        """See `DatabaseStore.database_at`."""
+        return MilvusDatabase(url)
 
     @classmethod
     def class_name(cls) -> str:
@@ -114,6 +101,7 @@ class MilvusStore(DatabaseStore):
 class _TimedVectorStore(MilvusVectorStore):
     """LlamaIndex's store, whose reads and writes wait for a silent server no longer than ours do."""
 
+    # Written out since type checkers see a pydantic model's own constructor instead of LlamaIndex's.
     def __init__(self, uri: str, **options: Any) -> None:
         super().__init__(uri, **options)
 

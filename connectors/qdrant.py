@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
     FilterCondition,
@@ -68,22 +67,10 @@ class QdrantStore(DatabaseStore):
         StoreError: As `DatabaseStore`.
     """
 
-    def __init__(
-        self,
-        url: str | DatabaseUrl,
-        *,
-        embed_model: BaseEmbedding | None = None,
-        similarity_cutoff: float | None = None,
-        must_exist: bool = False,
-        tenant: str = "",
-    ) -> None:
-        super().__init__(
-            QdrantDatabase(url if isinstance(url, DatabaseUrl) else DatabaseUrl.parse(url)),
-            embed_model=embed_model,
-            similarity_cutoff=similarity_cutoff,
-            must_exist=must_exist,
-            tenant=tenant,
-        )
+    @classmethod
+    def database_at(cls, url: DatabaseUrl) -> QdrantDatabase:
+        """See `DatabaseStore.database_at`."""
+        return QdrantDatabase(url)
 
     @classmethod
     def class_name(cls) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from reader_rag.errors import ConfigError, StoreBusyError, StoreError, StoreMism
 from reader_rag.rag.database import BATCH, DOCUMENT, KEYWORDS, KIND, NODE_ID, NODE_KEY, ORDER, TENANT, Database
 from reader_rag.rag.document_store import DocumentStore
 from reader_rag.rag.identity import identity_of, require_same_model, unit_vectors
+from reader_rag.rag.places import DatabaseUrl
 from reader_rag.rag.store_file import DocumentRecord
 
 FORMAT_VERSION = "1"
@@ -68,14 +70,14 @@ class DatabaseStore(DocumentStore):
     writes, they may for a moment see old and new nodes of a file that has changed.
 
     Args:
-        database: The collection.
+        url: Of the collection; which ones there are, the connectors say.
         embed_model: The model whose vectors the store holds; it is compared with the one that made the store.
         similarity_cutoff: Leave out results whose cosine similarity is lower; a query may give its own.
         must_exist: Refuse a collection that is not there; else the first nodes make it.
         tenant: On whose behalf the store is used.
 
     Raises:
-        ConfigError: No tenant can have that name.
+        ConfigError: The URL is no such one, or no tenant can have that name.
         StoreNotFoundError: There is no such collection, and it must exist.
         StoreMismatchError: The collection was made by another program or for another embedding model.
         StoreError: The database cannot be used.
@@ -85,13 +87,14 @@ class DatabaseStore(DocumentStore):
 
     def __init__(
         self,
-        database: Database,
+        url: str | DatabaseUrl,
         *,
         embed_model: BaseEmbedding | None = None,
         similarity_cutoff: float | None = None,
         must_exist: bool = False,
         tenant: str = "",
     ) -> None:
+        database = self.database_at(url if isinstance(url, DatabaseUrl) else DatabaseUrl.parse(url))
         super().__init__(stores_text=True)
         self.similarity_cutoff = similarity_cutoff
         self._shared = _Shared(database)
@@ -111,6 +114,11 @@ class DatabaseStore(DocumentStore):
         except BaseException:
             database.close()
             raise
+
+    @classmethod
+    @abstractmethod
+    def database_at(cls, url: DatabaseUrl) -> Database:
+        """Open what a URL names."""
 
     @property
     def client(self) -> Any:
