@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reader_rag.bench.generate import cpu_name, ratio, summary_of_ratios
-from reader_rag.bench.vllm_engine import COMPARED, Group, Options, greedy, margin, run_group
+from reader_rag.bench.vllm_engine import COMPARED, Group, Options, greedy, margin, pausing_group, run_group
 from reader_rag.bench.vllm_worker import Worker
 from reader_rag.errors import ConfigError
 
 _WARM_UP = "Repeat after me, three times: the early bird catches the worm, and the second mouse gets the cheese. "
+_TURN_S = 0.5
+"""Seconds that a method decodes before the next has its turn: neighbours on a shared machine come and go in seconds."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ def compare_vllm(
 ) -> dict[str, Any]:
     """Answer the same prompts by several methods in turn, group by group.
 
-    Each method has an engine in a process of its own, all of which are there at once, so that what the machine does
-    meanwhile meets all of them.
+    Each method has an engine in a process of its own. All of them are there at once and decode in turns of half a
+    second, so that what the machine does meanwhile meets all of them.
 
     Args:
         options: The engines; groups are of `options.at_once` prompts.
@@ -123,9 +125,13 @@ def compare_vllm(
         for number, group in enumerate(groups):
             # Who goes first changes, in case that matters.
             turn = number % len(workers)
-            for worker in (*workers[turn:], *workers[:turn]):
-                progress(f"{number + 1}/{len(groups)} {group[0].category} {worker.method}")
-                measured[worker.method].append(worker.run(_run, group, sampling, number * options.at_once))
+            progress(f"{number + 1}/{len(groups)} {group[0].category}")
+            ordered = [*workers[turn:], *workers[:turn]]
+            running = [one for one in ordered if not one.begin(_run, group, sampling, number * options.at_once)]
+            while running:
+                running = [one for one in running if not one.go_on()]
+            for worker in workers:
+                measured[worker.method].append(worker.result())
         report = _report(options, groups, measured)
         if "plain" in methods:
             plain = workers[list(methods).index("plain")]
@@ -154,12 +160,12 @@ def _warm_up(engine: Any, options: Options, max_tokens: int) -> None:
     run_group(engine, prompts, [greedy(min(max_tokens, 32), ignore_eos=True)] * len(prompts))
 
 
-def _run(engine: Any, group: Sequence[VllmTask], sampling: Sampling, first: int) -> Group:
+def _run(engine: Any, group: Sequence[VllmTask], sampling: Sampling, first: int) -> Generator[None, None, Group]:
     params = [
         greedy(sampling.max_tokens, temperature=sampling.temperature, seed=sampling.seed + first + number)
         for number in range(len(group))
     ]
-    return run_group(engine, [task.prompt for task in group], params)
+    return pausing_group(engine, [task.prompt for task in group], params, _TURN_S)
 
 
 def _report(options: Options, groups: Sequence[list[VllmTask]], measured: dict[str, list[Group]]) -> dict[str, Any]:

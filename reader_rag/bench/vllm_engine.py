@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -286,24 +287,47 @@ def run_group(engine: Any, prompts: Sequence[Sequence[int]], params: Sequence[An
         prompts: Token ids of each.
         params: vLLM's `SamplingParams` of each.
     """
+    running = pausing_group(engine, prompts, params)
+    while True:
+        try:
+            next(running)
+        except StopIteration as end:
+            group: Group = end.value
+            return group
+
+
+def pausing_group(
+    engine: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any], turn_s: float = math.inf
+) -> Generator[None, None, Group]:
+    """As `run_group`, but pause where all prompts are read, and then every so often; pauses are not timed.
+
+    Args:
+        engine: A vLLM `LLMEngine` that has nothing else to do.
+        prompts: Token ids of each.
+        params: vLLM's `SamplingParams` of each.
+        turn_s: Seconds after which the next step waits for the next turn.
+    """
     before = counters(engine)
     driver = Driver(engine)
     started = time.perf_counter()
     answers = [driver.add(prompt, some)[1] for prompt, some in zip(prompts, params, strict=True)]
-    emitted, decoding_since = 0, None
+    while driver.open and not all(answer.tokens for answer in answers):
+        driver.step()
+    reading = time.perf_counter() - started
+    emitted, decoding = 0, 0.0
     while driver.open:
-        new = driver.step()
-        if decoding_since is not None:
-            emitted += new
-        elif all(answer.tokens for answer in answers):
-            decoding_since = time.perf_counter()
-    ended = time.perf_counter()
+        yield
+        started = time.perf_counter()
+        emitted += driver.step()
+        while driver.open and time.perf_counter() - started < turn_s:
+            emitted += driver.step()
+        decoding += time.perf_counter() - started
     after = counters(engine)
     return Group(
         answers,
         emitted,
-        0.0 if decoding_since is None else ended - decoding_since,
-        ended - started,
+        decoding,
+        reading + decoding,
         drafted=after["spec_decode_num_draft_tokens"] - before["spec_decode_num_draft_tokens"],
         accepted=after["spec_decode_num_accepted_tokens"] - before["spec_decode_num_accepted_tokens"],
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from reader_rag.bench.vllm_engine import Options, make_engine, require_vllm
 from reader_rag.errors import ReaderError
@@ -66,6 +66,36 @@ class Worker:
         found: _T = self._answer()
         return found
 
+    def begin(self, work: Callable[..., Generator[None, None, _T]], *args: Any) -> bool:
+        """Begin some work that pauses, for others to have their turn, and wait for its first pause.
+
+        Args:
+            work: A generator function of a module, called with the engine and `args` there; it pauses where it yields.
+            args: What can be pickled.
+
+        Returns:
+            Whether it has ended, as `go_on`.
+
+        Raises:
+            ReaderError: As `run`.
+        """
+        return self.run(_begin, work, *args)
+
+    def go_on(self) -> bool:
+        """Go on with what was begun until its next pause.
+
+        Returns:
+            Whether it has ended: `result` is there then.
+
+        Raises:
+            ReaderError: As `run`.
+        """
+        return self.run(_go_on)
+
+    def result(self) -> Any:
+        """What the work returned that was begun."""
+        return self.run(_result)
+
     def _answer(self) -> Any:
         try:
             good, found = self._pipe.recv()
@@ -90,6 +120,36 @@ class Worker:
         if self._process.is_alive():
             self._process.terminate()
             self._process.join()
+
+
+class _InHand:
+    """The work that was begun in this process, a worker's.
+
+    Attributes:
+        work: None once it has ended.
+        result: What it returned then.
+    """
+
+    work: ClassVar[Generator[None, None, Any] | None] = None
+    result: ClassVar[Any] = None
+
+
+def _begin(engine: Any, work: Callable[..., Generator[None, None, Any]], *args: Any) -> bool:
+    _InHand.work = work(engine, *args)
+    return _go_on(engine)
+
+
+def _go_on(engine: Any) -> bool:
+    assert _InHand.work is not None
+    try:
+        next(_InHand.work)
+    except StopIteration as end:
+        _InHand.work, _InHand.result = None, end.value
+    return _InHand.work is None
+
+
+def _result(engine: Any) -> Any:
+    return _InHand.result
 
 
 @contextmanager

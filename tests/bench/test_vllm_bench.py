@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from reader_rag.bench import vllm_engine, vllm_stress
 from reader_rag.bench.vllm import Sampling, VllmTask, _groups, _report, compare_vllm, first_difference
 from reader_rag.bench.vllm_costs import FixedDrafts, measure_costs
-from reader_rag.bench.vllm_engine import Answer, Driver, Group, Options, run_group
+from reader_rag.bench.vllm_engine import Answer, Driver, Group, Options, pausing_group, run_group
 from reader_rag.bench.vllm_stress import StressPlan, storm
+from reader_rag.bench.vllm_worker import _begin, _go_on, _result
 from reader_rag.cli import app
 from reader_rag.errors import ConfigError, MissingDependencyError
 
@@ -74,6 +75,22 @@ def test_only_steps_after_each_request_has_its_first_token_are_timed() -> None:
     group = run_group(ScriptedEngine(at_once=1), [[10], [20]], [5, 4])
     assert group.emitted == 3
     assert 0 < group.seconds < group.wall_s
+
+
+def test_a_group_that_pauses_gets_the_same_tokens() -> None:
+    engine = ScriptedEngine()
+    assert not _begin(engine, pausing_group, [[10], [20]], [5, 2], 0.0)  # the prompts are read
+    assert not _go_on(engine)
+    assert _go_on(engine)
+    group = _result(engine)
+    assert [answer.tokens for answer in group.answers] == [[10, 11, 12, 13, 14], [20, 21]]
+    assert group.emitted == 5
+
+
+def test_a_group_that_ends_with_its_first_tokens_needs_no_turn() -> None:
+    engine = ScriptedEngine()
+    assert _begin(engine, pausing_group, [[10]], [1], 0.0)
+    assert (_result(engine).emitted, _result(engine).seconds) == (0, 0.0)
 
 
 def test_an_aborted_request_ends_where_it_is() -> None:
