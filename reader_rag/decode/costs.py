@@ -204,7 +204,7 @@ class StepCosts:
         owners = np.empty(len(depths), np.int32)
         fortunes = np.ones(texts) if lucks is None else np.array(lucks)
         times = self.seconds(sum(contexts) // texts)
-        size, most = kernels.rank(probabilities, depths, stops, fortunes, padded, times, owners)
+        size, most = kernels.rank(probabilities, depths, stops, fortunes, padded, times, 0.0, owners)
         nodes = np.bincount(owners[: self._tried(size, most, texts)], minlength=texts)
         if padded:
             return [min(len(tree), int(nodes.max())) for tree in trees]

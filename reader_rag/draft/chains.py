@@ -29,6 +29,9 @@ _FLOOR = 0.005
 """Least probability of a chain: what is rarer is not worth a position on any machine."""
 _LUCK = 2.0
 """Hits that a text is given in advance when its luck is judged; see `TreeBuilder`."""
+_LEAST_GAIN = 0.02
+"""By how much more tokens per second must be expected from drafts than without: both probabilities and costs are
+estimates, and what seems the best of many choices is likelier too good than too bad."""
 _ROWS_BY_THREAD = 64
 """Rows below which another thread takes longer to wake than to draft: a row takes a few microseconds."""
 
@@ -94,7 +97,8 @@ class ChainDrafter:
     """Drafts one chain for each row of a batch, and decides how much of each is verified.
 
     Each row's chain follows the most probable token from place to place. The tokens of all chains are one pool, the
-    most probable first; of these as many are verified as make the tokens expected per second most, by the step table.
+    most probable first; of these as many are verified as make the tokens expected per second most, by the step table,
+    and none unless that is two percent more than without.
 
     Nothing depends on time or chance: processes that are given the same calls draft the same. Nothing is learned from
     one text for another (corrections are the shipped ones), unless `max_beside` asks for it: a text's chain is the same
@@ -171,7 +175,7 @@ class ChainDrafter:
         chosen = self._lengths[:count]
         hits, expected = self.rows.fortunes[found].T
         lucks = np.minimum((hits + _LUCK) / (expected + _LUCK), 1.0)
-        share_out(self._paths[:count], self._drafted[:count], lucks, self._times_of(count), chosen)
+        share_out(self._paths[:count], self._drafted[:count], lucks, self._times_of(count), _LEAST_GAIN, chosen)
         return self.rows.chains[found], chosen
 
     def forget(self) -> None:

@@ -43,7 +43,9 @@ def seconds(rows: Any, base: Any, slope: Any, context: float, load: float, out: 
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def rank(probabilities: Any, depths: Any, stops: Any, lucks: Any, padded: bool, times: Any, owners: Any) -> Any:
+def rank(
+    probabilities: Any, depths: Any, stops: Any, lucks: Any, padded: bool, times: Any, least_gain: float, owners: Any
+) -> Any:
     """Order the nodes of all trees by what they are worth, and find how many of them pay best.
 
     Args:
@@ -53,6 +55,7 @@ def rank(probabilities: Any, depths: Any, stops: Any, lucks: Any, padded: bool, 
         lucks: float64 [trees], in 0..1: a node at depth d is worth `probability * luck ** d`.
         padded: Whether every tree takes as many rows as the largest.
         times: float64 [most rows], seconds of passes of 1, 2, ... rows.
+        least_gain: By how much more than without nodes the tokens expected per second must be, as a share, for any.
         owners: int32 [nodes], overwritten: whose the first, second, ... node of the order is.
 
     Returns:
@@ -74,7 +77,7 @@ def rank(probabilities: Any, depths: Any, stops: Any, lucks: Any, padded: bool, 
     most = times.shape[0]
     # More texts than times are known for are verified plainly.
     expected = float(trees)
-    best, best_rate = 0, expected / times[min(trees, most) - 1]
+    best, best_rate = 0, (1.0 + least_gain) * expected / times[min(trees, most) - 1]
     ordered = widest = 0
     widths = np.zeros(trees, np.int64)
     for at in np.argsort(highs, kind="mergesort"):  # a stable one: nodes of a tree stay in their order
@@ -93,7 +96,7 @@ def rank(probabilities: Any, depths: Any, stops: Any, lucks: Any, padded: bool, 
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def share_out(paths: Any, drafted: Any, lucks: Any, times: Any, lengths: Any) -> None:
+def share_out(paths: Any, drafted: Any, lucks: Any, times: Any, least_gain: float, lengths: Any) -> None:
     """Decide how much of each chain is verified, in one pass over all: see `rank`.
 
     Args:
@@ -101,6 +104,7 @@ def share_out(paths: Any, drafted: Any, lucks: Any, times: Any, lengths: Any) ->
         drafted: int64 [chains], tokens of each chain.
         lucks: float64 [chains], see `rank`.
         times: float64 [most rows], see `rank`.
+        least_gain: See `rank`.
         lengths: int64 [chains], overwritten: tokens to verify of each.
     """
     chains = drafted.shape[0]
@@ -118,6 +122,6 @@ def share_out(paths: Any, drafted: Any, lucks: Any, times: Any, lengths: Any) ->
             depths[at] = depth + 1
             at += 1
     owners = np.empty(total, np.int32)
-    size, _ = rank(probabilities, depths, stops, lucks, False, times, owners)
+    size, _ = rank(probabilities, depths, stops, lucks, False, times, least_gain, owners)
     for k in range(size):
         lengths[owners[k]] += 1
