@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from reader_rag.decode.best import Fetched, fetch
 from reader_rag.decode.memory import is_out_of_memory
 from reader_rag.decode.observer import StepReport
 from reader_rag.decode.request import Request
@@ -50,9 +51,9 @@ def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, BaseEx
     positions = sum(len(tree) + 1 for tree in trees.values())
     emitted: list[int] = []
     accepted: list[Counter[str]] = []
-    for request, logits in _verified(engine, trees, failed).items():
+    for request, (logits, fetched) in _verified(engine, trees, failed).items():
         try:
-            count, sources = request.accept(trees[request], logits)
+            count, sources = request.accept(trees[request], logits, fetched)
             emitted.append(count)
             accepted.append(sources)
         except BaseException as error:
@@ -101,19 +102,24 @@ def _within_budget(engine: Engine, trees: dict[Request, DraftTree]) -> dict[Requ
 
 def _verified(
     engine: Engine, trees: dict[Request, DraftTree], failed: dict[Request, BaseException]
-) -> dict[Request, torch.Tensor]:
+) -> dict[Request, tuple[torch.Tensor, Fetched | None]]:
     """The logits of each request's tree. One that makes the pass fail is found by trying each alone."""
     steps = {request: Step(request.root, tree, request.cache) for request, tree in trees.items()}
     if len(steps) > 1:
         try:
-            return dict(zip(steps, engine.target.verify_batch(list(steps.values())), strict=True))
+            return dict(zip(steps, _pass_over(engine, list(steps.values())), strict=True))
         except Exception as error:  # whose it was, each one alone tells
             if is_out_of_memory(error) and engine.prefixes is not None:
                 engine.prefixes.clear()  # what answers need goes before what might be needed
     verified = {}
     for request, step in steps.items():
         try:
-            (verified[request],) = engine.target.verify_batch([step])
+            (verified[request],) = _pass_over(engine, [step])
         except BaseException as error:
             _note(request, error, failed)
     return verified
+
+
+def _pass_over(engine: Engine, steps: Sequence[Step]) -> list[tuple[torch.Tensor, Fetched | None]]:
+    logits = engine.target.verify_batch(steps)
+    return list(zip(logits, fetch(logits), strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,70 @@ from numpy.typing import NDArray
 from reader_rag.draft.successors import BEST
 
 _BLOCK = 64
+_ROWS_TOGETHER = 512
+"""Rows of several passes that are copied into one, so that one call ranks them all."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What is asked of the logits of every pass.
+
+    Attributes:
+        highest: [rows], the most probable token of each; of equal ones, the first.
+        best: int32 [rows, BEST], see `best_tokens`.
+    """
+
+    highest: list[int]
+    best: NDArray[np.int32]
+
+
+def fetch(passes: Sequence[torch.Tensor]) -> list[Fetched | None]:
+    """What is asked of the passes of several texts, from an accelerator in one transfer for all.
+
+    Each transfer waits until all that was asked of the device is done; of the texts of a batch, that would be two each.
+
+    Args:
+        passes: Each [rows, vocabulary], all of one model.
+
+    Returns:
+        For each pass; None where its logits are in main memory and nobody waits for them.
+    """
+    if not passes or passes[0].device.type == "cpu":
+        return [None] * len(passes)
+    return list(fetched(passes))
+
+
+def fetched(passes: Sequence[torch.Tensor]) -> Iterator[Fetched]:
+    """`fetch`, wherever the logits are."""
+    ranked = [_ranked(group[0] if len(group) == 1 else torch.cat(group)) for group in _groups(passes)]
+    tokens = torch.cat(ranked).to("cpu", torch.int32).numpy()
+    start = 0
+    for logits in passes:
+        part = tokens[start : start + len(logits)]
+        start += len(logits)
+        yield Fetched(part[:, 0].tolist(), _filled(part[:, 1:]))
+
+
+def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Passes in their order, so many that their rows are few enough to be ranked together, at least one."""
+    group: list[torch.Tensor] = []
+    for logits in passes:
+        if group and sum(map(len, group)) + len(logits) > _ROWS_TOGETHER:
+            yield group
+            group = []
+        group.append(logits)
+    yield group
+
+
+def _ranked(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [rows, 1 + best], the first of the most probable tokens, and the best in any order of equal ones."""
+    count = min(BEST, logits.shape[-1])
+    return torch.cat([logits.argmax(-1, keepdim=True), logits.topk(count, dim=-1).indices], dim=-1)
+
+
+def _filled(best: NDArray[np.int32]) -> NDArray[np.int32]:
+    """As wide as `best_tokens` gives them."""
+    return np.pad(best, ((0, 0), (0, BEST - best.shape[1])), constant_values=-1)
 
 
 def best_tokens(logits: torch.Tensor) -> NDArray[np.int32]:
@@ -28,8 +94,7 @@ def best_tokens(logits: torch.Tensor) -> NDArray[np.int32]:
         _best_of_rows(logits.numpy(), best)
         return best
     count = min(BEST, logits.shape[-1])
-    found = logits.topk(count, dim=-1).indices.to("cpu", torch.int32).numpy()
-    return np.pad(found, ((0, 0), (0, BEST - count)), constant_values=-1)
+    return _filled(logits.topk(count, dim=-1).indices.to("cpu", torch.int32).numpy())
 
 
 @njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})

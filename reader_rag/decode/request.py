@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from reader_rag.config import DraftConfig, GenerationConfig
-from reader_rag.decode.best import best_tokens
+from reader_rag.decode.best import Fetched, best_tokens
 from reader_rag.decode.cache import TreeCache
 from reader_rag.decode.costs import Rest
 from reader_rag.decode.grammar import Constraint
@@ -217,12 +217,13 @@ class Request:
             tree = tree.chain()
         return tree
 
-    def accept(self, tree: DraftTree, logits: torch.Tensor) -> tuple[int, Counter[str]]:
+    def accept(self, tree: DraftTree, logits: torch.Tensor, fetched: Fetched | None = None) -> tuple[int, Counter[str]]:
         """Emit what the target says of a draft, and keep what agrees with it.
 
         Args:
             tree: What was verified: a head of the last draft.
             logits: [1 + nodes, vocabulary].
+            fetched: What is known of them already.
 
         Returns:
             How many tokens were emitted, and the accepted nodes by source.
@@ -230,8 +231,9 @@ class Request:
         state = self._state
         assert state is not None
         if not self._rests:
-            state.learn(self.root, tree, logits)
-        target = self.asked.selector(Verified(logits, tree, state.index.sequence))
+            state.learn(self.root, tree, logits, fetched)
+        highest = None if fetched is None else fetched.highest
+        target = self.asked.selector(Verified(logits, tree, state.index.sequence, highest))
         accepted, emitted = walk(tree, lambda node: target(node + 1), self._take)
         rows = [0, *(node + 1 for node in accepted)]
         state.cache.keep(rows)
@@ -476,20 +478,21 @@ class _State:
         assert self._successors is not None
         self._successors.learn_text(self.index.sequence, before + start, best_tokens(logits))
 
-    def learn(self, root: int, tree: DraftTree, logits: torch.Tensor) -> None:
+    def learn(self, root: int, tree: DraftTree, logits: torch.Tensor, fetched: Fetched | None) -> None:
         """Learn from a verified tree, the nodes that are not accepted included.
 
         Args:
             root: The last accepted token; the last of the index.
             tree: The drafted nodes.
             logits: [1 + nodes, vocabulary].
+            fetched: What is known of them already.
         """
         if self._successors is None:
             return
         sequence = self.index.sequence
         tokens = np.concatenate([np.array([root], np.int32), tree.tokens])
         before = np.concatenate([sequence[-2:-1] if len(sequence) > 1 else [-1], tokens[tree.parents + 1]])
-        self._successors.learn(before, tokens, best_tokens(logits))
+        self._successors.learn(before, tokens, best_tokens(logits) if fetched is None else fetched.best)
 
     def copied(self, tree: DraftTree, node: int, token: int) -> str:
         """Note where an accepted node came from; returns its source's name."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from reader_rag.decode.best import best_tokens
+from reader_rag.decode.best import best_tokens, fetch, fetched
 
 INF = float("inf")
 
@@ -140,6 +140,33 @@ def test_the_logits_are_left_as_they_were() -> None:
     before = logits.clone()
     best_tokens(logits)
     assert torch.equal(logits, before)
+
+
+# Of several texts
+
+PASSES = st.lists(st.integers(1, 300), min_size=1, max_size=6)
+
+
+@given(PASSES, st.integers(1, 20), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_what_is_fetched_together_is_what_each_pass_says_alone(
+    rows: list[int], vocabulary: int, dtype: torch.dtype
+) -> None:
+    passes = [distinct(count, vocabulary, seed=k).to(dtype) for k, count in enumerate(rows)]
+    together = list(fetched(passes))
+    assert len(together) == len(passes)
+    for found, logits in zip(together, passes, strict=True):
+        assert found.highest == logits.argmax(-1).tolist()
+        assert found.best.tolist() == best_tokens(logits).tolist()
+
+
+def test_of_equally_probable_tokens_the_first_is_the_highest() -> None:
+    (found,) = fetched([torch.tensor([[1.0, 3.0, 3.0, 0.0]])])
+    assert found.highest == [1]
+
+
+def test_nothing_is_fetched_from_main_memory() -> None:
+    assert fetch([distinct(1, 9), distinct(2, 9)]) == [None, None]
+    assert fetch([]) == []
 
 
 # Against sorting

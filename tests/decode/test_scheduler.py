@@ -31,8 +31,10 @@ from tiny_models import make_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from reader_rag.config import BatchConfig, DraftConfig, GenerationConfig
+from reader_rag.decode import batch as batch_module
 from reader_rag.decode import scheduler as scheduler_module
 from reader_rag.decode import step as step_module
+from reader_rag.decode.best import fetched
 from reader_rag.decode.delivery import ScheduledStream
 from reader_rag.decode.engine import Engine
 from reader_rag.decode.observer import Load, Observer
@@ -156,11 +158,19 @@ def drained(stream: Any) -> Generation:
 
 
 class TestAnswers:
-    @pytest.mark.parametrize("forward", ["auto", "torch"])
+    @pytest.mark.parametrize(("forward", "fetches"), [("auto", False), ("torch", False), ("torch", True)])
     @pytest.mark.parametrize("rows", [2, 5])
     def test_each_gets_the_answer_that_it_gets_alone(
-        self, make_engine: Callable[..., Engine], all_alone: list[Generation], rows: int, forward: str
+        self,
+        make_engine: Callable[..., Engine],
+        all_alone: list[Generation],
+        monkeypatch: pytest.MonkeyPatch,
+        rows: int,
+        forward: str,
+        fetches: bool,
     ) -> None:
+        if fetches:  # as where the logits are on an accelerator
+            monkeypatch.setattr(batch_module, "fetch", lambda passes: list(fetched(passes)))
         engine = make_engine(max_rows=rows, forward=forward)
         asked = [(engine.encode(text), generation) for text in TEXTS for generation in ASKED]
         streams = [engine.submit(prompt, generation) for prompt, generation in asked]
