@@ -77,7 +77,8 @@ def _ranked(logits: torch.Tensor) -> torch.Tensor:
 
 def _filled(best: NDArray[np.int32]) -> NDArray[np.int32]:
     """As wide as `best_tokens` gives them."""
-    return np.pad(best, ((0, 0), (0, BEST - best.shape[1])), constant_values=-1)
+    missing = BEST - best.shape[1]
+    return np.pad(best, ((0, 0), (0, missing)), constant_values=-1) if missing else best
 
 
 def best_tokens(logits: torch.Tensor) -> NDArray[np.int32]:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     LogitsProcessor,
@@ -27,6 +28,36 @@ from transformers import (
 from reader_rag.config import GenerationConfig
 from reader_rag.decode.select import Processor
 from reader_rag.errors import ConfigError
+
+
+class TopP(LogitsProcessor):
+    """`TopPLogitsWarper` of `transformers`, to the last bit, in a tenth of its time on the CPU.
+
+    It sorts all scores with their places, which takes as long as some models' whole step. Which scores are too low is
+    known of the sorted values alone.
+
+    Args:
+        top_p: Sum that the probabilities of the tokens that stay must reach, in 0..1.
+    """
+
+    def __init__(self, top_p: float) -> None:
+        self.top_p = top_p
+        self._theirs = TopPLogitsWarper(top_p)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `Processor`."""
+        if scores.device.type != "cpu" or scores.dtype != torch.float32 or len(scores) != 1:
+            return self._theirs(input_ids, scores)
+        values = torch.from_numpy(np.sort(scores.detach().numpy()))
+        if values[0, -1].isnan():
+            return self._theirs(input_ids, scores)
+        # Computed as they do: the last digits decide which token is the last to stay.
+        too_low = values.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
+        count = min(int(too_low.sum()), len(values[0]) - 1)
+        removed = scores < values[0, count]
+        if int(removed.sum()) != count:  # which of equal scores go is decided by their order in their sort
+            return self._theirs(input_ids, scores)
+        return scores.masked_fill(removed, -torch.inf)
 
 
 class OpenAIPenalties(LogitsProcessor):
@@ -102,7 +133,7 @@ def _warpers(g: GenerationConfig) -> list[Any]:
     if g.top_k:
         warpers.append(TopKLogitsWarper(g.top_k))
     if g.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(g.top_p))
+        warpers.append(TopP(g.top_p))
     if g.min_p:
         warpers.append(MinPLogitsWarper(g.min_p))
     if g.typical_p < 1.0:

@@ -77,6 +77,10 @@ def greedy(verified: Verified) -> Callable[[int], int]:
     return tokens.__getitem__
 
 
+_FEW = 4
+"""Where fewer than one in so many tokens are possible, noise is made for these alone: its logarithms take time."""
+
+
 class Processed:
     """The most probable token, or a draw, after processors have changed the scores.
 
@@ -102,8 +106,16 @@ class Processed:
         scores = self.scores(verified, row)
         if self._seed is None:
             return scores
-        noise = torch.from_numpy(gumbel(self._seed, verified.position(row), len(scores)))
-        return scores + noise.to(scores.device)
+        position, size = verified.position(row), len(scores)
+        if scores.device.type == "cpu":
+            # No noise changes a score of minus infinity.
+            possible = (scores != -torch.inf).nonzero()[:, 0]
+            if len(possible) < size // _FEW:
+                drawn = torch.full_like(scores, -torch.inf)
+                noise = gumbel(self._seed, position, size, possible.numpy())
+                drawn[possible] = scores[possible] + torch.from_numpy(noise)
+                return drawn
+        return scores + torch.from_numpy(gumbel(self._seed, position, size)).to(scores.device)
 
     def scores(self, verified: Verified, row: int) -> torch.Tensor:
         """float32 [vocabulary], the scores of a row after all processors.
@@ -127,19 +139,24 @@ class Processed:
             return scores[0]
 
 
-def gumbel(seed: int, position: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def gumbel(
+    seed: int, position: int, size: int, wanted: NDArray[np.int64] | None = None
+) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Gumbel noise, the same for the same arguments on every machine.
 
     Args:
         seed: 0..2**64-1.
         position: Absolute position of the token drawn.
         size: Vocabulary size.
+        wanted: int64 [n], tokens whose noise is needed; None: all.
 
     Returns:
-        float32 [size].
+        float32 [size], or [n] those of `wanted`.
     """
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64)))
     uniform = generator.random(size)
+    if wanted is not None:
+        uniform = uniform[wanted]
     with np.errstate(divide="ignore"):  # a uniform 0.0 (once in 2**53) is -inf: never drawn, as it should be
         noise: np.ndarray[tuple[int], np.dtype[np.float32]] = -np.log(-np.log(uniform)).astype(np.float32)
     return noise

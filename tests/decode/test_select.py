@@ -167,6 +167,14 @@ def test_the_check_of_the_distribution_catches_a_wrong_rule() -> None:
     assert distance(temperature_ignored, (LOGITS / 0.8).softmax(-1)) > FAR
 
 
+@pytest.mark.parametrize("possible", [0, 1, 7, 200, 999, 1000])
+def test_noise_for_the_possible_tokens_alone_is_the_same_noise(possible: int) -> None:
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    logits[torch.randperm(1000, generator=torch.Generator().manual_seed(2))[possible:]] = -torch.inf
+    perturbed = Processed([], seed=6).perturbed(after(logits, 12), 0)
+    assert torch.equal(perturbed, logits + torch.from_numpy(gumbel(6, 12, 1000)))
+
+
 def test_a_low_temperature_takes_the_best_token() -> None:
     assert set(draws(Processed([TemperatureLogitsWarper(0.001)], seed=2), LOGITS, range(200))) == {2}
 
