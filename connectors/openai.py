@@ -434,6 +434,7 @@ class _Client(httpx.Client):
     """Notes what it opens. A server that is slow is not asked again: it would do the same once more."""
 
     def send(self, request: httpx.Request, **settings: Any) -> httpx.Response:
+        """As httpx's own."""
         try:
             return _note(super().send(request, **settings))
         except httpx.ReadTimeout as error:  # which the SDK would retry; its own errors it lets through
@@ -444,6 +445,7 @@ class _AsyncClient(httpx.AsyncClient):
     """As `_Client`."""
 
     async def send(self, request: httpx.Request, **settings: Any) -> httpx.Response:
+        """As httpx's own."""
         try:
             return _note(await super().send(request, **settings))
         except httpx.ReadTimeout as error:

@@ -156,6 +156,7 @@ class _Keeper:
         self._thread: threading.Thread | None = None
 
     def commit_soon(self) -> None:
+        """Bring what has changed to the disk within a few seconds; returns at once."""
         with self._changed:
             self._pending = True
             if self._thread is None:
@@ -164,6 +165,7 @@ class _Keeper:
             self._changed.notify_all()
 
     def flush(self) -> None:
+        """Bring what has changed to the disk now. What cannot be is logged, and the answer that it is of has come."""
         with self._changed:
             pending, self._pending = self._pending, False
         if not pending:
@@ -174,6 +176,7 @@ class _Keeper:
             _log.exception("answers could not be brought to the disk in %s", self._datastore.folder)
 
     def close(self) -> None:
+        """End the thread, bring what has changed to the disk and close the datastore."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
