@@ -42,7 +42,7 @@ class TopP(LogitsProcessor):
 
     def __init__(self, top_p: float) -> None:
         self.top_p = top_p
-        self._theirs = TopPLogitsWarper(top_p)
+        self._theirs: Processor = TopPLogitsWarper(top_p)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `Processor`."""
