@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,19 +107,20 @@ def _verified(
     steps = {request: Step(request.root, tree, request.cache) for request, tree in trees.items()}
     if len(steps) > 1:
         try:
-            return dict(zip(steps, _pass_over(engine, list(steps.values())), strict=True))
+            return _pass_over(engine, steps)
         except Exception as error:  # whose it was, each one alone tells
             if is_out_of_memory(error) and engine.prefixes is not None:
                 engine.prefixes.clear()  # what answers need goes before what might be needed
-    verified = {}
+    verified: dict[Request, tuple[torch.Tensor, Fetched | None]] = {}
     for request, step in steps.items():
         try:
-            (verified[request],) = _pass_over(engine, [step])
+            verified |= _pass_over(engine, {request: step})
         except BaseException as error:
             _note(request, error, failed)
     return verified
 
 
-def _pass_over(engine: Engine, steps: Sequence[Step]) -> list[tuple[torch.Tensor, Fetched | None]]:
-    logits = engine.target.verify_batch(steps)
-    return list(zip(logits, fetch(logits), strict=True))
+def _pass_over(engine: Engine, steps: Mapping[Request, Step]) -> dict[Request, tuple[torch.Tensor, Fetched | None]]:
+    logits = engine.target.verify_batch(list(steps.values()))
+    known = fetch(logits, learns=any(request.learns for request in steps))
+    return dict(zip(steps, zip(logits, known, strict=True), strict=True))

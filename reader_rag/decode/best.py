@@ -24,38 +24,41 @@ class Fetched:
 
     Attributes:
         highest: [rows], the most probable token of each; of equal ones, the first.
-        best: int32 [rows, BEST], see `best_tokens`.
+        best: int32 [rows, BEST], see `best_tokens`; None: not asked for.
     """
 
     highest: list[int]
-    best: NDArray[np.int32]
+    best: NDArray[np.int32] | None
 
 
-def fetch(passes: Sequence[torch.Tensor]) -> list[Fetched | None]:
+def fetch(passes: Sequence[torch.Tensor], *, learns: bool) -> list[Fetched | None]:
     """What is asked of the passes of several texts, from an accelerator in one transfer for all.
 
     Each transfer waits until all that was asked of the device is done; of the texts of a batch, that would be two each.
 
     Args:
         passes: Each [rows, vocabulary], all of one model.
+        learns: Whether the best tokens of a row are asked for.
 
     Returns:
         For each pass; None where its logits are in main memory and nobody waits for them.
     """
     if not passes or passes[0].device.type == "cpu":
         return [None] * len(passes)
-    return list(fetched(passes))
+    return list(fetched(passes, learns=learns))
 
 
-def fetched(passes: Sequence[torch.Tensor]) -> Iterator[Fetched]:
+def fetched(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[Fetched]:
     """`fetch`, wherever the logits are."""
-    ranked = [_ranked(group[0] if len(group) == 1 else torch.cat(group)) for group in _groups(passes)]
+    ranked = [_ranked(group[0] if len(group) == 1 else torch.cat(group), learns) for group in _groups(passes)]
     tokens = torch.cat(ranked).to("cpu", torch.int32).numpy()
+    highest = tokens[:, 0].tolist()
+    best = _filled(np.ascontiguousarray(tokens[:, 1:])) if learns else None
     start = 0
     for logits in passes:
-        part = tokens[start : start + len(logits)]
-        start += len(logits)
-        yield Fetched(part[:, 0].tolist(), _filled(part[:, 1:]))
+        rows = slice(start, start + len(logits))
+        start = rows.stop
+        yield Fetched(highest[rows], None if best is None else best[rows])
 
 
 def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -69,10 +72,12 @@ def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield group
 
 
-def _ranked(logits: torch.Tensor) -> torch.Tensor:
+def _ranked(logits: torch.Tensor, learns: bool) -> torch.Tensor:
     """int64 [rows, 1 + best], the first of the most probable tokens, and the best in any order of equal ones."""
-    count = min(BEST, logits.shape[-1])
-    return torch.cat([logits.argmax(-1, keepdim=True), logits.topk(count, dim=-1).indices], dim=-1)
+    highest = logits.argmax(-1, keepdim=True)
+    if not learns:
+        return highest
+    return torch.cat([highest, logits.topk(min(BEST, logits.shape[-1]), dim=-1).indices], dim=-1)
 
 
 def _filled(best: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -191,6 +191,11 @@ class Request:
         self._counts["reused_tokens"] = state.reused
         return state
 
+    @property
+    def learns(self) -> bool:
+        """Whether drafting learns from the next pass; not where it rests."""
+        return self._state is not None and self._state.learns and not self._rests
+
     def draft(self, *, rests: bool) -> DraftTree:
         """The best tree that may be verified now.
 
@@ -230,7 +235,7 @@ class Request:
         """
         state = self._state
         assert state is not None
-        if not self._rests:
+        if self.learns:
             state.learn(self.root, tree, logits, fetched)
         highest = None if fetched is None else fetched.highest
         target = self.asked.selector(Verified(logits, tree, state.index.sequence, highest))
@@ -458,6 +463,11 @@ class _State:
         return self.builder.build(self.index, stored=stored, max_depth=depth)
 
     @property
+    def learns(self) -> bool:
+        """Whether successors are remembered."""
+        return self._successors is not None
+
+    @property
     def recalls(self) -> bool:
         """Whether drafts come from a datastore."""
         return self._recollection is not None
@@ -479,7 +489,7 @@ class _State:
         self._successors.learn_text(self.index.sequence, before + start, best_tokens(logits))
 
     def learn(self, root: int, tree: DraftTree, logits: torch.Tensor, fetched: Fetched | None) -> None:
-        """Learn from a verified tree, the nodes that are not accepted included.
+        """Learn from a verified tree, the nodes that are not accepted included; where anything `learns`.
 
         Args:
             root: The last accepted token; the last of the index.
@@ -487,12 +497,12 @@ class _State:
             logits: [1 + nodes, vocabulary].
             fetched: What is known of them already.
         """
-        if self._successors is None:
-            return
+        assert self._successors is not None
         sequence = self.index.sequence
         tokens = np.concatenate([np.array([root], np.int32), tree.tokens])
         before = np.concatenate([sequence[-2:-1] if len(sequence) > 1 else [-1], tokens[tree.parents + 1]])
-        self._successors.learn(before, tokens, best_tokens(logits) if fetched is None else fetched.best)
+        known = None if fetched is None else fetched.best
+        self._successors.learn(before, tokens, best_tokens(logits) if known is None else known)
 
     def copied(self, tree: DraftTree, node: int, token: int) -> str:
         """Note where an accepted node came from; returns its source's name."""

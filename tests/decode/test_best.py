@@ -152,21 +152,23 @@ def test_what_is_fetched_together_is_what_each_pass_says_alone(
     rows: list[int], vocabulary: int, dtype: torch.dtype
 ) -> None:
     passes = [distinct(count, vocabulary, seed=k).to(dtype) for k, count in enumerate(rows)]
-    together = list(fetched(passes))
-    assert len(together) == len(passes)
-    for found, logits in zip(together, passes, strict=True):
-        assert found.highest == logits.argmax(-1).tolist()
-        assert found.best.tolist() == best_tokens(logits).tolist()
+    for learns in (True, False):
+        together = list(fetched(passes, learns=learns))
+        assert len(together) == len(passes)
+        for found, logits in zip(together, passes, strict=True):
+            assert found.highest == logits.argmax(-1).tolist()
+            assert (found.best is not None) == learns
+            assert found.best is None or found.best.tolist() == best_tokens(logits).tolist()
 
 
 def test_of_equally_probable_tokens_the_first_is_the_highest() -> None:
-    (found,) = fetched([torch.tensor([[1.0, 3.0, 3.0, 0.0]])])
+    (found,) = fetched([torch.tensor([[1.0, 3.0, 3.0, 0.0]])], learns=True)
     assert found.highest == [1]
 
 
 def test_nothing_is_fetched_from_main_memory() -> None:
-    assert fetch([distinct(1, 9), distinct(2, 9)]) == [None, None]
-    assert fetch([]) == []
+    assert fetch([distinct(1, 9), distinct(2, 9)], learns=True) == [None, None]
+    assert fetch([], learns=True) == []
 
 
 # Against sorting

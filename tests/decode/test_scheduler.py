@@ -170,7 +170,7 @@ class TestAnswers:
         fetches: bool,
     ) -> None:
         if fetches:  # as where the logits are on an accelerator
-            monkeypatch.setattr(batch_module, "fetch", lambda passes: list(fetched(passes)))
+            monkeypatch.setattr(batch_module, "fetch", lambda passes, learns: list(fetched(passes, learns=learns)))
         engine = make_engine(max_rows=rows, forward=forward)
         asked = [(engine.encode(text), generation) for text in TEXTS for generation in ASKED]
         streams = [engine.submit(prompt, generation) for prompt, generation in asked]
