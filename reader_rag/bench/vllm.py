@@ -127,11 +127,12 @@ def compare_vllm(
             turn = number % len(workers)
             progress(f"{number + 1}/{len(groups)} {group[0].category}")
             ordered = [*workers[turn:], *workers[:turn]]
-            running = [one for one in ordered if not one.begin(_run, group, sampling, number * options.at_once)]
-            while running:
-                running = [one for one in running if not one.go_on()]
-            for worker in workers:
-                measured[worker.method].append(worker.result())
+            first = number * options.at_once
+            found: dict[Worker, Any] = {worker: worker.begin(_run, group, sampling, first) for worker in ordered}
+            while paused := [worker for worker, done in found.items() if done is None]:
+                found |= {worker: worker.go_on() for worker in paused}
+            for worker, done in found.items():
+                measured[worker.method].append(done)
         report = _report(options, groups, measured)
         if "plain" in methods:
             plain = workers[list(methods).index("plain")]

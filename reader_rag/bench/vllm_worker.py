@@ -66,7 +66,7 @@ class Worker:
         found: _T = self._answer()
         return found
 
-    def begin(self, work: Callable[..., Generator[None, None, _T]], *args: Any) -> bool:
+    def begin(self, work: Callable[..., Generator[None, None, _T]], *args: Any) -> _T | None:
         """Begin some work that pauses, for others to have their turn, and wait for its first pause.
 
         Args:
@@ -74,27 +74,17 @@ class Worker:
             args: What can be pickled.
 
         Returns:
-            Whether it has ended, as `go_on`.
+            What it returned; None: it pauses.
 
         Raises:
             ReaderError: As `run`.
         """
-        return self.run(_begin, work, *args)
+        found: _T | None = self.run(_begin, work, *args)
+        return found
 
-    def go_on(self) -> bool:
-        """Go on with what was begun until its next pause.
-
-        Returns:
-            Whether it has ended: `result` is there then.
-
-        Raises:
-            ReaderError: As `run`.
-        """
+    def go_on(self) -> Any:
+        """Go on with what was begun until its next pause; returns and raises what `begin` does."""
         return self.run(_go_on)
-
-    def result(self) -> Any:
-        """What the work returned that was begun."""
-        return self.run(_result)
 
     def _answer(self) -> Any:
         try:
@@ -123,33 +113,22 @@ class Worker:
 
 
 class _InHand:
-    """The work that was begun in this process, a worker's.
+    """The work that was begun in this process, a worker's."""
 
-    Attributes:
-        work: None once it has ended.
-        result: What it returned then.
-    """
-
-    work: ClassVar[Generator[None, None, Any] | None] = None
-    result: ClassVar[Any] = None
+    work: ClassVar[Generator[None, None, Any]]
 
 
-def _begin(engine: Any, work: Callable[..., Generator[None, None, Any]], *args: Any) -> bool:
+def _begin(engine: Any, work: Callable[..., Generator[None, None, Any]], *args: Any) -> Any:
     _InHand.work = work(engine, *args)
     return _go_on(engine)
 
 
-def _go_on(engine: Any) -> bool:
-    assert _InHand.work is not None
+def _go_on(engine: Any) -> Any:
     try:
         next(_InHand.work)
     except StopIteration as end:
-        _InHand.work, _InHand.result = None, end.value
-    return _InHand.work is None
-
-
-def _result(engine: Any) -> Any:
-    return _InHand.result
+        return end.value
+    return None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from reader_rag.bench.vllm import Sampling, VllmTask, _groups, _report, compare_
 from reader_rag.bench.vllm_costs import FixedDrafts, measure_costs
 from reader_rag.bench.vllm_engine import Answer, Driver, Group, Options, pausing_group, run_group
 from reader_rag.bench.vllm_stress import StressPlan, storm
-from reader_rag.bench.vllm_worker import _begin, _go_on, _result
+from reader_rag.bench.vllm_worker import _begin, _go_on
 from reader_rag.cli import app
 from reader_rag.errors import ConfigError, MissingDependencyError
 
@@ -79,18 +79,17 @@ def test_only_steps_after_each_request_has_its_first_token_are_timed() -> None:
 
 def test_a_group_that_pauses_gets_the_same_tokens() -> None:
     engine = ScriptedEngine()
-    assert not _begin(engine, pausing_group, [[10], [20]], [5, 2], 0.0)  # the prompts are read
-    assert not _go_on(engine)
-    assert _go_on(engine)
-    group = _result(engine)
+    assert _begin(engine, pausing_group, [[10], [20]], [5, 2], 0.0) is None  # the prompts are read
+    assert _go_on(engine) is None
+    group = _go_on(engine)
     assert [answer.tokens for answer in group.answers] == [[10, 11, 12, 13, 14], [20, 21]]
     assert group.emitted == 5
 
 
 def test_a_group_that_ends_with_its_first_tokens_needs_no_turn() -> None:
     engine = ScriptedEngine()
-    assert _begin(engine, pausing_group, [[10]], [1], 0.0)
-    assert (_result(engine).emitted, _result(engine).seconds) == (0, 0.0)
+    group = _begin(engine, pausing_group, [[10]], [1], 0.0)
+    assert (group.emitted, group.seconds) == (0, 0.0)
 
 
 def test_an_aborted_request_ends_where_it_is() -> None:
