@@ -75,9 +75,12 @@ def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _ranked(logits: torch.Tensor, learns: bool) -> torch.Tensor:
     """int64 [rows, 1 + best], the first of the most probable tokens, and the best in any order of equal ones."""
     highest = logits.argmax(-1, keepdim=True)
-    if not learns:
-        return highest
-    return torch.cat([highest, logits.topk(min(BEST, logits.shape[-1]), dim=-1).indices], dim=-1)
+    return torch.cat([highest, _highest_places(logits)], dim=-1) if learns else highest
+
+
+def _highest_places(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [rows, BEST or the whole vocabulary], the best first."""
+    return logits.topk(min(BEST, logits.shape[-1]), dim=-1).indices
 
 
 def _filled(best: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -99,8 +102,7 @@ def best_tokens(logits: torch.Tensor) -> NDArray[np.int32]:
         best = np.empty((len(logits), BEST), np.int32)
         _best_of_rows(logits.numpy(), best)
         return best
-    count = min(BEST, logits.shape[-1])
-    return _filled(logits.topk(count, dim=-1).indices.to("cpu", torch.int32).numpy())
+    return _filled(_highest_places(logits).to("cpu", torch.int32).numpy())
 
 
 @njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})

@@ -204,6 +204,7 @@ class StepCosts:
         owners = np.empty(len(depths), np.int32)
         fortunes = np.ones(texts) if lucks is None else np.array(lucks)
         times = self.seconds(sum(contexts) // texts)
+        # No least gain: costs are learned from the steps, so that what does not pay is found out.
         size, most = kernels.rank(probabilities, depths, stops, fortunes, padded, times, 0.0, owners)
         nodes = np.bincount(owners[: self._tried(size, most, texts)], minlength=texts)
         if padded:

@@ -31,10 +31,10 @@ from reader_rag.errors import ConfigError
 
 
 class TopP(LogitsProcessor):
-    """`TopPLogitsWarper` of `transformers`, to the last bit, in a tenth of its time on the CPU.
+    """`TopPLogitsWarper` of `transformers`, to the last bit, and faster on the CPU.
 
-    It sorts all scores with their places, which takes as long as some models' whole step. Which scores are too low is
-    known of the sorted values alone.
+    Theirs sorts all scores with their places, which takes a good part of a small model's step. Which scores are too low
+    is known of the sorted values alone.
 
     Args:
         top_p: Sum that the probabilities of the tokens that stay must reach, in 0..1.

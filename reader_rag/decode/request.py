@@ -222,7 +222,7 @@ class Request:
             tree = tree.chain()
         return tree
 
-    def accept(self, tree: DraftTree, logits: torch.Tensor, fetched: Fetched | None = None) -> tuple[int, Counter[str]]:
+    def accept(self, tree: DraftTree, logits: torch.Tensor, fetched: Fetched | None) -> tuple[int, Counter[str]]:
         """Emit what the target says of a draft, and keep what agrees with it.
 
         Args:
