@@ -32,9 +32,9 @@ from reader_rag.errors import (
     StoreNotFoundError,
     StoreWriteError,
 )
-from reader_rag.rag.database import KEYWORDS, ORDER, TENANT, Database
-from reader_rag.rag.database_store import DatabaseStore
-from reader_rag.rag.places import DatabaseUrl
+from reader_rag.rag.stores.database import KEYWORDS, ORDER, TENANT, Database
+from reader_rag.rag.stores.database_store import DatabaseStore
+from reader_rag.rag.stores.location import DatabaseUrl
 
 _LOGGER = logging.getLogger("pymilvus")
 _asked_level = _LOGGER.level

@@ -29,9 +29,9 @@ from reader_rag.errors import (
     StoreNotFoundError,
     StoreWriteError,
 )
-from reader_rag.rag.database import KEYWORDS, TENANT, Database
-from reader_rag.rag.database_store import DatabaseStore
-from reader_rag.rag.places import DatabaseUrl
+from reader_rag.rag.stores.database import KEYWORDS, TENANT, Database
+from reader_rag.rag.stores.database_store import DatabaseStore
+from reader_rag.rag.stores.location import DatabaseUrl
 
 try:
     from llama_index.vector_stores.qdrant import QdrantVectorStore

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reader_rag.datastore import Datastore
 from reader_rag.draft.chains import ChainDrafter, StoredTexts, as_lists
-from reader_rag.draft.datastore import Datastore
 from reader_rag.draft.profile import Profile, fingerprint, profiles
 from reader_rag.draft.step_table import StepTable
 from reader_rag.errors import ConfigError, DatastoreError

@@ -10,6 +10,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from reader_rag.util import moved
+
 # Every thread that computes has a team of OpenMP threads of its own: an engine's, and one that embeds a question, say.
 # As soon as there are more of them than cores, GNU OpenMP lets them sleep between any two loops, and waking them takes
 # longer than the loops of a small model. This lets them wait a little longer; it has to be said before PyTorch is
@@ -17,16 +19,18 @@ from typing import TYPE_CHECKING, Any
 if sys.platform == "linux" and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
     os.environ |= {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
 
+moved.install()
+
 if TYPE_CHECKING:
     from reader_rag.config import DraftConfig, GenerationConfig, RecallConfig
-    from reader_rag.decode.engine import Engine
+    from reader_rag.config.grammar import Grammar
+    from reader_rag.engine.engine import Engine
     from reader_rag.errors import ReaderError
-    from reader_rag.grammar import Grammar
     from reader_rag.llm import ReaderLLM
     from reader_rag.rag.embedding import LocalEmbedding
     from reader_rag.rag.engines import make_chat_engine, make_query_engine
     from reader_rag.rag.ingest import ingest
-    from reader_rag.rag.vector_store import FaissStore
+    from reader_rag.rag.stores.faiss_store import FaissStore
 
 __version__ = "0.1.0"
 
@@ -48,10 +52,10 @@ __all__ = [
 
 _MODULES = {
     "DraftConfig": "reader_rag.config",
-    "Engine": "reader_rag.decode.engine",
-    "FaissStore": "reader_rag.rag.vector_store",
+    "Engine": "reader_rag.engine.engine",
+    "FaissStore": "reader_rag.rag.stores.faiss_store",
     "GenerationConfig": "reader_rag.config",
-    "Grammar": "reader_rag.grammar",
+    "Grammar": "reader_rag.config.grammar",
     "LocalEmbedding": "reader_rag.rag.embedding",
     "ReaderError": "reader_rag.errors",
     "ReaderLLM": "reader_rag.llm",

@@ -15,7 +15,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from reader_rag.decode.engine import Engine
+    from reader_rag.engine.engine import Engine
 
 # The same examples every time, and no clock: the first call of a kernel compiles it.
 settings.register_profile("reader_rag", deadline=None, derandomize=True)
@@ -50,7 +50,7 @@ CHAT_TEMPLATE = (
 def model_folder() -> Path:
     """The default LLM, converted; skipped where its package is not installed."""
     from reader_rag.errors import ModelNotFoundError
-    from reader_rag.models import DEFAULT_MODEL, resolve_model
+    from reader_rag.model.registry import DEFAULT_MODEL, resolve_model
 
     try:
         return Path(resolve_model(DEFAULT_MODEL))
@@ -61,7 +61,7 @@ def model_folder() -> Path:
 @pytest.fixture(scope="session")
 def real_engine(model_folder: Path) -> Engine:
     """An engine over the default LLM, in float32 so that drafted and plain decoding agree exactly."""
-    from reader_rag.decode.engine import Engine
+    from reader_rag.engine.engine import Engine
 
     return Engine.load(str(model_folder), dtype="float32")
 
@@ -117,7 +117,7 @@ def tiny_model(tiny_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Engine:
     """An engine over the tiny model."""
-    from reader_rag.decode.engine import Engine
+    from reader_rag.engine.engine import Engine
 
     return Engine(tiny_model, tiny_tokenizer)
 

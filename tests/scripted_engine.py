@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from reader_rag.config import BatchConfig, DraftConfig, GenerationConfig
-from reader_rag.decode.types import Chunk, CopiedSpan, Generation, Passage, Prompt, Stats
+from reader_rag.engine.outputs import Chunk, CopiedSpan, Generation, Passage, Prompt, Stats
 from reader_rag.errors import PromptError
 
 TEMPLATE = (

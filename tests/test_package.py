@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import reader_rag
+from reader_rag.util.moved import MOVED
 
 HEAVY = (
     "torch",
@@ -42,24 +43,22 @@ def _loaded_by(statement: str) -> set[str]:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    assert (
-        _loaded_by("import reader_rag, reader_rag.config, reader_rag.errors, reader_rag.grammar, reader_rag.models")
-        == set()
-    )
+    light = "reader_rag.config, reader_rag.config.grammar, reader_rag.errors, reader_rag.model.registry"
+    assert _loaded_by(f"import reader_rag, {light}") == set()
     assert _loaded_by("import reader_rag; dir(reader_rag); reader_rag.GenerationConfig()") == set()
 
 
 def test_drafting_needs_no_torch_and_no_llama_index() -> None:
-    assert _loaded_by("import reader_rag.draft, reader_rag.draft.datastore") <= {"numba"}
+    assert _loaded_by("import reader_rag.draft, reader_rag.datastore") <= {"numba"}
 
 
 def test_reading_a_datastore_loads_nothing_that_only_writing_needs() -> None:
-    code = "import reader_rag.draft.datastore, sys; print({'pydivsufsort', 'filelock'} & set(sys.modules))"
+    code = "import reader_rag.datastore, sys; print({'pydivsufsort', 'filelock'} & set(sys.modules))"
     assert _run(code) == "set()\n"
 
 
 def test_decoding_needs_neither_llama_index_nor_faiss() -> None:
-    assert _loaded_by("import reader_rag.decode.engine, reader_rag.decode.grammar") <= {
+    assert _loaded_by("import reader_rag.engine.engine, reader_rag.sampling.constrained") <= {
         "numba",
         "torch",
         "transformers",
@@ -67,7 +66,7 @@ def test_decoding_needs_neither_llama_index_nor_faiss() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["reader_rag.draft", "reader_rag.decode.engine", "reader_rag.bench", "reader_rag.models"]
+    "module", ["reader_rag.draft", "reader_rag.engine.engine", "reader_rag.bench", "reader_rag.model.registry"]
 )
 def test_lower_layers_work_where_the_upper_ones_are_not_installed(module: str) -> None:
     absent = ("llama_index", "faiss", "sentence_transformers", "gguf")
@@ -75,7 +74,7 @@ def test_lower_layers_work_where_the_upper_ones_are_not_installed(module: str) -
 
 
 def test_the_command_line_answers_help_without_loading_models() -> None:
-    assert not _loaded_by("import reader_rag.cli") & {"torch", "transformers", "faiss", "llama_index", "numba"}
+    assert not _loaded_by("import reader_rag.cli.main") & {"torch", "transformers", "faiss", "llama_index", "numba"}
 
 
 @pytest.mark.parametrize("name", reader_rag.__all__)
@@ -118,3 +117,20 @@ def test_every_folder_of_modules_is_in_the_list_of_packages() -> None:
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(root) for path in (root / "reader_rag").rglob("*.py")}
     assert sorted(listed) == sorted([".".join(folder.parts) for folder in folders] + ["reader_rag.connectors"])
+
+
+def test_modules_that_moved_are_found_by_their_old_names_with_a_warning() -> None:
+    code = f"""
+import warnings
+from importlib import import_module
+for old, new in {MOVED!r}.items():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        before = import_module(f"reader_rag.{{old}}")
+    now = import_module(f"reader_rag.{{new}}")
+    assert f"reader_rag.{{old}} is now reader_rag.{{new}};" in str([w.message for w in seen]), (old, seen)
+    public = [name for name in vars(now) if not name.startswith("_")]
+    assert public and all(getattr(before, name) is getattr(now, name) for name in public), old
+print("ok")
+"""
+    assert _run(code) == "ok\n"

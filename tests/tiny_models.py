@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
 
-from reader_rag.decode.select import gumbel
+from reader_rag.sampling.sampler import gumbel
 
 VOCABULARY = 96
 WINDOW = 16

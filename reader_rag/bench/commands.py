@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from reader_rag.bench import replay_commands, vllm_commands
+from reader_rag.bench.replay import commands as replay_commands
 from reader_rag.bench.terminal import progress
+from reader_rag.bench.vllm import commands as vllm_commands
 from reader_rag.errors import ConfigError
-from reader_rag.models import DEFAULT_MODEL
+from reader_rag.model.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from reader_rag.bench.methods import Task
+    from reader_rag.bench.generate.methods import Task
     from reader_rag.config import GenerationConfig
-    from reader_rag.decode.engine import Engine
+    from reader_rag.engine.engine import Engine
 
 app = typer.Typer(help="Measure speed and exactness.", no_args_is_help=True)
 
@@ -82,8 +83,8 @@ def generate(
         raise ConfigError("give either --prompts FILE or --replay TRACES")
     from dataclasses import replace as changed
 
-    from reader_rag.bench.batches import compare_batch
-    from reader_rag.bench.generate import compare
+    from reader_rag.bench.generate.batches import compare_batch
+    from reader_rag.bench.generate.generate import compare
     from reader_rag.config import DraftConfig, GenerationConfig
 
     wanted = [c for c in categories.split(",") if c]
@@ -130,9 +131,9 @@ def load(
 ) -> None:
     """Ask many things at once, some of them cancelled and some bad; is every answer right, and is anything left?"""
     from reader_rag.bench.inputs import read_prompts
-    from reader_rag.bench.load import LoadPlan, run_load
+    from reader_rag.bench.load.load import LoadPlan, run_load
     from reader_rag.config import GenerationConfig
-    from reader_rag.decode.engine import Engine
+    from reader_rag.engine.engine import Engine
 
     if cancelled + bad > 1:
         raise ConfigError(f"--cancelled {cancelled} and --bad {bad} are shares of the same requests; lower one of them")
@@ -185,7 +186,7 @@ def cache(
 ) -> None:
     """Compare where a batch's keys and values may lie: time, bytes moved and memory. No model is loaded."""
     sizes = _batches(batch)
-    from reader_rag.bench.caching import CacheShape, measure_caching
+    from reader_rag.bench.generate.caching import CacheShape, measure_caching
 
     shape = CacheShape(context, tokens, layers, heads, width, device, dtype)
     report = {"shape": asdict(shape), "runs": measure_caching(sizes, shape, progress())}
@@ -234,7 +235,7 @@ def datastore(
     sizes = _sizes(tokens)
     import tempfile
 
-    from reader_rag.bench.datastore import installed_text, measure_datastore, widened
+    from reader_rag.bench.datastore.datastore import installed_text, measure_datastore, widened
 
     with tempfile.TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
@@ -247,7 +248,7 @@ def datastore(
         rows = measure_datastore(text, sizes, vocabulary, place, progress())
     report = {"vocabulary_bits": vocabulary_bits, "vocabulary": vocabulary, "text_tokens": available, "rows": rows}
     if plot is not None:
-        from reader_rag.bench.plots import plot_datastore
+        from reader_rag.bench.replay.plots import plot_datastore
 
         plot_datastore(rows, plot)
     if as_json:
@@ -297,12 +298,12 @@ def _print_datastore(report: dict[str, Any]) -> None:
 
 
 def _engine(model: str, dtype: str, device: str, settings: dict[str, Any], *, random_weights: bool) -> Engine:
-    from reader_rag.decode.engine import Engine
+    from reader_rag.engine.engine import Engine
 
     if model.endswith(".json"):
         if not random_weights:
             raise ConfigError(f"--model {model}: random weights answer nothing; use a configuration with --replay")
-        from reader_rag.bench.random_weights import engine_from_config
+        from reader_rag.bench.generate.random_weights import engine_from_config
 
         return engine_from_config(Path(model), dtype, device, settings)
     return Engine.load(model, dtype=dtype, device=device, prefix_bytes=0, **settings)
@@ -316,9 +317,9 @@ def _tasks(
     limit: int | None,
     generation: GenerationConfig,
 ) -> list[tuple[str, Task]]:
+    from reader_rag.bench.generate.methods import Task
     from reader_rag.bench.inputs import read_prompts, read_traces
-    from reader_rag.bench.methods import Task
-    from reader_rag.decode.types import Prompt
+    from reader_rag.engine.outputs import Prompt
 
     if prompts is not None:
         return [

@@ -74,7 +74,7 @@ def held_prompts(path: Path | None, categories: str, limit: int | None, each: in
     Raises:
         ConfigError: As `read_prompts`, or there is no such category.
     """
-    from reader_rag.bench.own_prompts import own_prompts
+    from reader_rag.bench.replay.own_prompts import own_prompts
 
     wanted = [c for c in categories.split(",") if c]
     if path is not None:

@@ -1,10 +1,10 @@
 """Drafts made by searching text. numpy and numba only: no torch, no LlamaIndex."""
 
-from reader_rag.draft.builder import TreeBuilder
 from reader_rag.draft.calibration import Calibration, Scoring
-from reader_rag.draft.context import ContextIndex, Place
-from reader_rag.draft.successors import SuccessorTable
+from reader_rag.draft.context_index import ContextIndex, Place
+from reader_rag.draft.successor_table import SuccessorTable
 from reader_rag.draft.tree import SOURCES, DraftTree
+from reader_rag.draft.tree_builder import TreeBuilder
 
 __all__ = [
     "SOURCES",

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.draft import tree_kernels as kernels
+from reader_rag.draft.kernels import tree as kernels
 
 Float64 = NDArray[np.float64]
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.draft import chain_kernels as kernels
-from reader_rag.draft import tree_kernels
+from reader_rag.datastore import View
+from reader_rag.datastore.kernels import STATE_ROWS
 from reader_rag.draft.calibration import Calibration, Scoring
-from reader_rag.draft.datastore import View
-from reader_rag.draft.datastore.kernels import STATE_ROWS
-from reader_rag.draft.kernels import EMPTY
-from reader_rag.draft.pool_kernels import share_out
-from reader_rag.draft.rows import RowStates
+from reader_rag.draft.kernels import chains as kernels
+from reader_rag.draft.kernels import tree as tree_kernels
+from reader_rag.draft.kernels.context import EMPTY
+from reader_rag.draft.kernels.pool import share_out
+from reader_rag.draft.kernels.successors import KEPT
+from reader_rag.draft.row_states import RowStates
 from reader_rag.draft.step_table import StepTable
-from reader_rag.draft.successor_kernels import KEPT
-from reader_rag.draft.successors import SuccessorTable
+from reader_rag.draft.successor_table import SuccessorTable
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.draft import successor_kernels as kernels
+from reader_rag.draft.kernels import successors as kernels
 from reader_rag.errors import ConfigError
 
 SHIPPED = Path(__file__).with_name("profiles")

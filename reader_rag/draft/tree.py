@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from reader_rag.draft import tree_kernels as kernels
+from reader_rag.draft.kernels import tree as kernels
 
 Int32 = NDArray[np.int32]
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from reader_rag.rag.citations import Citation as Citation
     from reader_rag.rag.citations import cite as cite
     from reader_rag.rag.citations import context_of as context_of
-    from reader_rag.rag.document_store import DocumentStore as DocumentStore
     from reader_rag.rag.embedding import LocalEmbedding as LocalEmbedding
     from reader_rag.rag.embedding import SizedEmbedding as SizedEmbedding
     from reader_rag.rag.engines import NOTHING_FOUND as NOTHING_FOUND
@@ -23,13 +22,14 @@ if TYPE_CHECKING:
     from reader_rag.rag.engines import open_store as open_store
     from reader_rag.rag.ingest import IngestReport as IngestReport
     from reader_rag.rag.ingest import SkippedFile as SkippedFile
-    from reader_rag.rag.vector_store import FaissStore as FaissStore
+    from reader_rag.rag.stores.contract import DocumentStore as DocumentStore
+    from reader_rag.rag.stores.faiss_store import FaissStore as FaissStore
 
 _HOME = {
     "NOTHING_FOUND": "engines",
     "Citation": "citations",
-    "DocumentStore": "document_store",
-    "FaissStore": "vector_store",
+    "DocumentStore": "stores.contract",
+    "FaissStore": "stores.faiss_store",
     "IngestReport": "ingest",
     "LocalEmbedding": "embedding",
     "SizedEmbedding": "embedding",

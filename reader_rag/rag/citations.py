@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
-from reader_rag.decode.types import CopiedSpan
-from reader_rag.hooks import CONTEXT_ID
+from reader_rag.engine.outputs import CopiedSpan
+from reader_rag.llm.context_hooks import CONTEXT_ID
 
 DEFAULT_MIN_WORDS = 3
 

@@ -138,8 +138,8 @@ class LocalEmbedding(SizedEmbedding):
 def _load(model_name: str, device: str | None, trust_remote_code: bool) -> SentenceTransformer:
     from sentence_transformers import SentenceTransformer
 
-    from reader_rag.model_cache import quiet_transformers
-    from reader_rag.models import resolve_embed_model
+    from reader_rag.model.registry import resolve_embed_model
+    from reader_rag.model.weights_cache import quiet_transformers
 
     place = resolve_embed_model(model_name)
     try:

@@ -24,12 +24,12 @@ from llama_index.core.vector_stores.types import MetadataFilters
 
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm import ReaderLLM
-from reader_rag.rag.beyond import MOST_CHARACTERS, Surroundings
-from reader_rag.rag.chat import GroundedChatEngine
-from reader_rag.rag.document_store import DocumentStore
-from reader_rag.rag.places import open_place
+from reader_rag.rag.chat_engine import GroundedChatEngine
+from reader_rag.rag.prompts import CHAT_CONTEXT, CHAT_REFINE, CHAT_SYSTEM, NOTHING_FOUND, QA_PROMPT, REFINE_PROMPT
+from reader_rag.rag.stores.contract import DocumentStore
+from reader_rag.rag.stores.location import open_place
+from reader_rag.rag.surroundings import MOST_CHARACTERS, Surroundings
 from reader_rag.rag.synthesis import PromptBudget, make_synthesizer
-from reader_rag.rag.texts import CHAT_CONTEXT, CHAT_REFINE, CHAT_SYSTEM, NOTHING_FOUND, QA_PROMPT, REFINE_PROMPT
 
 __all__ = ["NOTHING_FOUND", "make_chat_engine", "make_query_engine", "make_retriever", "open_store"]
 

@@ -18,8 +18,8 @@ from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreNot
 from reader_rag.rag.chunking import Chunker
 from reader_rag.rag.embedding import SizedEmbedding
 from reader_rag.rag.files import FoundFiles, UnusableFileError, content_hash, find_files, parse, read_bytes
-from reader_rag.rag.places import local_folder, lock_folder, open_place
-from reader_rag.rag.store_file import DocumentRecord
+from reader_rag.rag.stores.location import local_folder, lock_folder, open_place
+from reader_rag.rag.stores.sqlite_file import DocumentRecord
 
 DEFAULT_CHUNK_TOKENS = 256
 DEFAULT_CHUNK_OVERLAP = 32

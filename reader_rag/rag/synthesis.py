@@ -20,8 +20,8 @@ from llama_index.core.utilities.token_counting import TokenCounter
 from llama_index.core.utils import get_tokenizer
 
 from reader_rag.errors import PromptError
-from reader_rag.rag.beyond import Surroundings
-from reader_rag.rag.texts import NOTHING_FOUND
+from reader_rag.rag.prompts import NOTHING_FOUND
+from reader_rag.rag.surroundings import Surroundings
 
 
 @dataclass(frozen=True)

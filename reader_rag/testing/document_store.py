@@ -18,8 +18,8 @@ from llama_index.core.vector_stores.types import (
 )
 
 from reader_rag.errors import ConfigError, StoreError, StoreMismatchError
-from reader_rag.rag.document_store import DocumentStore
-from reader_rag.rag.store_file import DocumentRecord
+from reader_rag.rag.stores.contract import DocumentStore
+from reader_rag.rag.stores.sqlite_file import DocumentRecord
 from reader_rag.testing.vector_store import (
     EAST,
     NORTH,

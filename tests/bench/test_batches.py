@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from reader_rag.bench.batches import compare_batch
 from reader_rag.bench.commands import app
-from reader_rag.bench.methods import Task
+from reader_rag.bench.generate.batches import compare_batch
+from reader_rag.bench.generate.methods import Task
 from reader_rag.config import GenerationConfig
-from reader_rag.decode.engine import Engine
+from reader_rag.engine.engine import Engine
 from reader_rag.errors import ConfigError
 
 PROMPTS = ("the cat and the hat and the cat and the hat and", "on the other side of the other side of the", "a") * 3

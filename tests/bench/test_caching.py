@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from reader_rag.cli import app
+from reader_rag.cli.main import app
 
 SMALL = ["bench", "cache", "--context", "40", "--tokens", "30", "--layers", "2", "--heads", "2", "--width", "4"]
 

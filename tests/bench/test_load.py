@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from reader_rag.bench.commands import app
-from reader_rag.bench.load import LoadPlan, run_load
+from reader_rag.bench.load.load import LoadPlan, run_load
 from reader_rag.config import GenerationConfig
-from reader_rag.decode.engine import Engine
-from reader_rag.decode.request import Request
+from reader_rag.engine.engine import Engine
+from reader_rag.engine.sequence import Request
 
 TEXTS = ("the cat and the hat and the cat and the hat and", "on the other side", "a")
 PLAN = LoadPlan(requests=40, at_once=8, rounds=2)

@@ -7,9 +7,9 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from reader_rag.bench import own_prompts as module
 from reader_rag.bench.inputs import BenchPrompt
-from reader_rag.bench.own_prompts import CHATS, own_prompts
+from reader_rag.bench.replay import own_prompts as module
+from reader_rag.bench.replay.own_prompts import CHATS, own_prompts
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from reader_rag.bench.inputs import Trace
-from reader_rag.bench.peers import best_copy_steps, replay_peers
+from reader_rag.bench.replay.peers import best_copy_steps, replay_peers
 
 LIBRARY = ("suffix-decoding", "suffix-decoding tuned tree", "suffix-decoding, warm", "suffix-decoding tuned tree, warm")
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from reader_rag.bench.replay import BINS, Tally
-from reader_rag.bench.replay_commands import reliability
-from reader_rag.cli import app
+from reader_rag.bench.replay.commands import reliability
+from reader_rag.bench.replay.replay import BINS, Tally
+from reader_rag.cli.main import app
 from reader_rag.draft import Calibration
-from reader_rag.draft import tree_kernels as kernels
+from reader_rag.draft.kernels import tree as kernels
 from reader_rag.draft.profile import Profile
 
 COPYING = {"id": "copying", "category": "rag", "prompt": [1, 2, 3, 4, 1], "output": [2, 3, 4, 1, 2, 9]}

@@ -13,16 +13,16 @@ from costs_stub import EverythingPays
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from reader_rag.bench import verify as module
-from reader_rag.bench.verify import Difference, Verification, verify
-from reader_rag.bench.verify_command import lines
-from reader_rag.cli import app
+from reader_rag.bench.verify import verify as module
+from reader_rag.bench.verify.verify import Difference, Verification, verify
+from reader_rag.cli.main import app
+from reader_rag.cli.verify import lines
 from reader_rag.config import GenerationConfig
-from reader_rag.decode import request as request_module
-from reader_rag.decode.engine import Engine
-from reader_rag.decode.types import Prompt
-from reader_rag.decode.walk import walk
 from reader_rag.draft import DraftTree
+from reader_rag.engine import sequence as request_module
+from reader_rag.engine.engine import Engine
+from reader_rag.engine.outputs import Prompt
+from reader_rag.sampling.accept import walk
 
 SETTINGS = GenerationConfig(max_tokens=20)
 TEXTS = ("the cat and the dog and the cat and the", "in the of the and")

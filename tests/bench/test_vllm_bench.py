@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from reader_rag.bench import vllm_engine, vllm_stress
-from reader_rag.bench.vllm import Sampling, VllmTask, _groups, _report, compare_vllm, first_difference
-from reader_rag.bench.vllm_costs import FixedDrafts, measure_costs
-from reader_rag.bench.vllm_engine import Answer, Driver, Group, Options, pausing_group, run_group
-from reader_rag.bench.vllm_stress import StressPlan, storm
-from reader_rag.bench.vllm_worker import _begin, _go_on
-from reader_rag.cli import app
+from reader_rag.bench.vllm import engine as vllm_engine
+from reader_rag.bench.vllm import stress as vllm_stress
+from reader_rag.bench.vllm.compare import Sampling, VllmTask, _groups, _report, compare_vllm, first_difference
+from reader_rag.bench.vllm.costs import FixedDrafts, measure_costs
+from reader_rag.bench.vllm.engine import Answer, Driver, Group, Options, pausing_group, run_group
+from reader_rag.bench.vllm.stress import StressPlan, storm
+from reader_rag.bench.vllm.worker import _begin, _go_on
+from reader_rag.cli.main import app
 from reader_rag.errors import ConfigError, MissingDependencyError
 
 

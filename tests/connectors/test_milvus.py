@@ -21,7 +21,7 @@ from reader_rag.errors import (
     StoreMismatchError,
     StoreNotFoundError,
 )
-from reader_rag.rag.places import open_place
+from reader_rag.rag.stores.location import open_place
 from reader_rag.testing.document_store import DocumentStoreContract
 from reader_rag.testing.vector_store import EAST, found, make_node, where
 

@@ -21,11 +21,11 @@ from scripted_server import Handler, Reply, Script, serving
 from typer.testing import CliRunner, Result
 from word_embedding import WordEmbedding
 
-from reader_rag.cli import app
+from reader_rag.cli.loading import ModelOptions
+from reader_rag.cli.main import app
 from reader_rag.errors import BusyError, ConfigError, ModelNotFoundError, PromptError, ReaderError, ServerError
+from reader_rag.rag.prompts import QA_PROMPT, REFINE_PROMPT
 from reader_rag.rag.synthesis import PromptBudget, make_synthesizer
-from reader_rag.rag.texts import QA_PROMPT, REFINE_PROMPT
-from reader_rag.ui.loading import ModelOptions
 
 HELLO = [ChatMessage(role="user", content="Hello?")]
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"

@@ -19,8 +19,8 @@ from reader_rag.errors import (
     StoreMismatchError,
     StoreNotFoundError,
 )
-from reader_rag.rag.places import open_place
-from reader_rag.rag.store_file import DocumentRecord
+from reader_rag.rag.stores.location import open_place
+from reader_rag.rag.stores.sqlite_file import DocumentRecord
 from reader_rag.testing.document_store import DocumentStoreContract
 from reader_rag.testing.vector_store import EAST, NORTH, WEST, found, make_node, texts, where
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from reader_rag.connectors.vllm import ProposerSettings, ReaderProposer
 
-from reader_rag.draft.datastore import Datastore
+from reader_rag.datastore import Datastore
+from reader_rag.draft.kernels.rows import BASE, SIZE, tokens_of
 from reader_rag.draft.profile import fingerprint, profiles
-from reader_rag.draft.row_kernels import BASE, SIZE, tokens_of
 from reader_rag.draft.step_table import StepTable
 from reader_rag.errors import ConfigError, DatastoreError, DatastoreMismatchError, DatastoreNotFoundError
 

@@ -16,16 +16,17 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from reader_rag.connectors.vllm_args import PROPOSER
+
 from reader_rag.bench.inputs import BenchPrompt
-from reader_rag.bench.vllm import Sampling, VllmTask, compare_vllm, first_difference, read_tasks
-from reader_rag.bench.vllm_costs import measure_costs
-from reader_rag.bench.vllm_engine import Answer, Group, Options, greedy, run_group
-from reader_rag.bench.vllm_stress import TIE, StressPlan, stress
-from reader_rag.bench.vllm_worker import Worker
-from reader_rag.draft.datastore import Datastore
+from reader_rag.bench.vllm.compare import Sampling, VllmTask, compare_vllm, first_difference, read_tasks
+from reader_rag.bench.vllm.costs import measure_costs
+from reader_rag.bench.vllm.engine import Answer, Group, Options, greedy, run_group
+from reader_rag.bench.vllm.stress import TIE, StressPlan, stress
+from reader_rag.bench.vllm.worker import Worker
+from reader_rag.datastore import Datastore
 from reader_rag.draft.step_table import StepTable
 from reader_rag.errors import ConfigError
-from reader_rag.vllm_args import PROPOSER
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -53,7 +54,7 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def model() -> str:
     """The folder of the model: what `READER_RAG_VLLM_MODEL` names, or the default one where it was converted before."""
-    from reader_rag.models import DEFAULT_MODEL, resolve_model
+    from reader_rag.model.registry import DEFAULT_MODEL, resolve_model
 
     return os.environ.get("READER_RAG_VLLM_MODEL") or str(resolve_model(DEFAULT_MODEL))
 

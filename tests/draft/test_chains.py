@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from reader_rag.datastore import Datastore
 from reader_rag.draft import Calibration, ContextIndex, TreeBuilder
 from reader_rag.draft.chains import ChainDrafter, StoredTexts, as_lists
-from reader_rag.draft.datastore import Datastore
-from reader_rag.draft.pool_kernels import share_out
+from reader_rag.draft.kernels.pool import share_out
 from reader_rag.draft.step_table import StepTable
 
 FREE = StepTable((1,), (0, 1), ((1.0, 1.0),))

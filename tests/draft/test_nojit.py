@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from reader_rag.draft import Calibration, ContextIndex, SuccessorTable, TreeBuilder, tree_kernels
+from reader_rag.draft import Calibration, ContextIndex, SuccessorTable, TreeBuilder
 from reader_rag.draft.chains import ChainDrafter, as_lists
+from reader_rag.draft.kernels import tree as tree_kernels
 from reader_rag.draft.step_table import StepTable
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from reader_rag.decode.types import CopiedSpan
+from reader_rag.engine.outputs import CopiedSpan
 from reader_rag.rag import Citation, cite, context_of
 
 CATS = "Cats purr when they are content."

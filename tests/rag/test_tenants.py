@@ -39,11 +39,11 @@ from reader_rag.rag import (
     make_query_engine,
     make_retriever,
     open_store,
-    store_file,
 )
 from reader_rag.rag.files import content_hash
 from reader_rag.rag.ingest import ingest
-from reader_rag.rag.store_file import FILE_NAME, FORMAT_VERSION, NodeRow, TenantSize
+from reader_rag.rag.stores import sqlite_file as store_file
+from reader_rag.rag.stores.sqlite_file import FILE_NAME, FORMAT_VERSION, NodeRow, TenantSize
 
 MakeNode = Callable[..., TextNode]
 Write = Callable[[str, str | bytes], Path]

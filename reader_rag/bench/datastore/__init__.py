@@ -1,0 +1,1 @@
+"""Build and search times of a datastore."""

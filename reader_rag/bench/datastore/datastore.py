@@ -1,0 +1,292 @@
+"""What the long-term datastore costs by its size: sorting, bytes, opening, memory, and the time of a search.
+
+The text is that of `texts`, one document a file, in the default model's tokens. Every hundredth document is held out:
+it is followed token by token, as an answer is that nobody has written before. Documents of the store are followed in
+the same way: answers that are copies.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reader_rag.bench.datastore.texts import texts
+from reader_rag.datastore import Datastore, DatastoreSettings, View
+from reader_rag.draft import ContextIndex, TreeBuilder
+from reader_rag.model.registry import DEFAULT_MODEL, resolve_model
+
+_HELD_OUT = 100
+_QUERIES = 4000
+_CONTEXT = 64
+_NODES = 64
+_BATCH = 4_000_000
+"""Characters that are tokenised at once."""
+
+_OPENING = """
+import json, sys, time
+import numpy as np, psutil
+from reader_rag.bench.datastore.datastore import TOKENIZER, follow
+from reader_rag.datastore import Datastore
+folder, vocabulary, tiny, contexts = sys.argv[1:]
+process = psutil.Process()
+with Datastore.open(tiny, vocabulary=int(vocabulary), tokenizer=TOKENIZER) as store:
+    store.add("warm", [1, 2, 3, 1, 2])
+    follow(store.view([""]), np.ones((2, 65), np.int32))
+before = process.memory_info().rss
+started = time.perf_counter()
+store = Datastore.open(folder, vocabulary=int(vocabulary), tokenizer=TOKENIZER, read_only=True)
+view = store.view([""])
+view.table()
+opened = time.perf_counter() - started
+at_open = process.memory_info().rss
+resident = [at_open - before]
+for part in np.split(np.load(contexts), [100]):
+    follow(view, part)
+    resident.append(process.memory_info().rss - before)
+print(json.dumps([1e3 * opened, *(size / 1e6 for size in resident)]))
+"""
+
+TOKENIZER = "bench"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Tokenised documents.
+
+    Attributes:
+        tokens: int32, one document after the other.
+        ends: int64, where each ends.
+    """
+
+    tokens: NDArray[np.int32]
+    ends: NDArray[np.int64]
+
+    def documents(self, *, held_out: bool, most: int) -> Iterator[tuple[str, NDArray[np.int32]]]:
+        """(name, tokens) of those that are held out, or of the others, up to so many tokens."""
+        total = 0
+        for k, end in enumerate(self.ends.tolist()):
+            if (k % _HELD_OUT == 0) != held_out:
+                continue
+            document = self.tokens[int(self.ends[k - 1]) if k else 0 : end][: most - total]
+            total += len(document)
+            if not len(document):
+                return
+            yield f"{k:x}", document
+
+
+def installed_text(most: int, folder: Path, say: Callable[[str], None] = lambda _: None) -> Texts:
+    """The text that is found on this machine, tokenised; kept in `folder` for the next run.
+
+    Args:
+        most: Tokens wanted; there may be fewer.
+        folder: Where it is kept.
+        say: Told how far it is.
+    """
+    kept = folder / f"text-{most}.npz"
+    if kept.exists():
+        held = np.load(kept)
+        return Texts(held["tokens"], held["ends"])
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(resolve_model(DEFAULT_MODEL)) / "tokenizer.json"))
+    arrays: list[NDArray[np.int32]] = []
+    total = size = 0
+    batch: list[str] = []
+
+    def encode() -> None:
+        nonlocal total, size
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            arrays.append(np.array(encoding.ids, np.int32))
+            total += len(arrays[-1])
+        batch.clear()
+        size = 0
+        say(f"{total} tokens of text")
+
+    for _, text in texts():
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH:
+            encode()
+            if total >= most:
+                break
+    encode()
+    found = Texts(np.concatenate(arrays), np.cumsum([len(array) for array in arrays]))
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(kept, tokens=found.tokens, ends=found.ends)
+    return found
+
+
+def widened(text: Texts) -> Texts:
+    """The same text in a vocabulary of 17 bits: tokens behind one of an odd id become others."""
+    before = np.concatenate([np.zeros(1, np.int32), text.tokens[:-1]])
+    return Texts(text.tokens + (before & 1).astype(np.int32) * (1 << 16), text.ends)
+
+
+def follow(view: View, contexts: NDArray[np.int32]) -> tuple[list[float], list[int], list[int]]:
+    """Search behind the last token of each context.
+
+    Args:
+        view: What is searched.
+        contexts: int32 [queries, 65].
+
+    Returns:
+        Microseconds of a step (one token, then the search), the longest matches, and the places found.
+    """
+    cursor = view.cursor()
+    times, lengths, places = [], [], []
+    for context in contexts:
+        cursor.extend(context[:-1])
+        last = context[-1:].tolist()
+        started = time.perf_counter()
+        cursor.extend(last)
+        cursor.collect()
+        times.append(1e6 * (time.perf_counter() - started))
+        lengths.append(cursor.longest)
+        places.append(cursor.found)
+    return times, lengths, places
+
+
+def draft(view: View, contexts: NDArray[np.int32]) -> list[float]:
+    """Draft behind the last token of each context, from the context and the datastore.
+
+    Args:
+        view: What is searched.
+        contexts: int32 [queries, 65].
+
+    Returns:
+        Microseconds of a step: one token, the search, the tree of up to 64 nodes.
+    """
+    cursor = view.cursor()
+    builder = TreeBuilder(max_nodes=_NODES, max_stored=cursor.all_places.shape[1])
+    times = []
+    for context in contexts:
+        index = ContextIndex(context[:-1], reserve=1)
+        cursor.extend(context[:-1])
+        last = context[-1:].tolist()
+        started = time.perf_counter()
+        index.extend(last)
+        cursor.extend(last)
+        cursor.collect()
+        builder.build(index, stored=(cursor.tokens, len(cursor.tokens), cursor.all_places, cursor.found))
+        times.append(1e6 * (time.perf_counter() - started))
+    return times
+
+
+def measure_datastore(
+    text: Texts, sizes: Sequence[int], vocabulary: int, folder: Path, say: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Build a datastore of each size and search it.
+
+    Args:
+        text: Tokens of the vocabulary.
+        sizes: Tokens of each datastore.
+        vocabulary: Number of token ids.
+        folder: Where they are built, one beside the other; each is built once and found again by the next run.
+        say: Told how far it is.
+
+    Returns:
+        For each size, see docs/datastore.md.
+    """
+    rows = []
+    for size in sizes:
+        row = _measure(text, size, vocabulary, folder, say)
+        say(json.dumps(row))
+        rows.append(row)
+    return rows
+
+
+def _measure(text: Texts, size: int, vocabulary: int, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    place = folder / f"store-{vocabulary}-{size}"
+    random = np.random.default_rng(0)
+    new = _contexts(np.concatenate([tokens for _, tokens in text.documents(held_out=True, most=1 << 22)]), random)
+    old = _contexts(np.concatenate([tokens for _, tokens in text.documents(held_out=False, most=size)]), random)
+    settings = DatastoreSettings(background=False)
+    with Datastore.open(place, vocabulary=vocabulary, tokenizer=TOKENIZER, settings=settings) as store:
+        started = time.perf_counter()
+        changed = store.add_many(text.documents(held_out=False, most=size))
+        built = time.perf_counter() - started
+        say(f"{size}: {changed} documents added in {built:.0f} s")
+        several = len(store.view([""]).table().parts)
+        follow(store.view([""]), new)
+        in_several = follow(store.view([""]), new)[0]
+        started = time.perf_counter()
+        store.compact(full=True)
+        say(f"{size}: compacted in {time.perf_counter() - started:.0f} s")
+        stats = store.stats()[""]
+        view = store.view([""])
+        parts = view.table().parts
+        seconds = _sort_time(parts)
+        first = follow(view, new)
+        queries = {}
+        for name, contexts in (("new", new), ("copied", old)):
+            follow(view, contexts)
+            times, lengths, places = follow(view, contexts)
+            drafts = draft(view, contexts)
+            queries[name] = {
+                "us_p50": round(float(np.percentile(times, 50)), 1),
+                "us_p99": round(float(np.percentile(times, 99)), 1),
+                "draft_us_p50": round(float(np.percentile(drafts, 50)), 1),
+                "draft_us_p99": round(float(np.percentile(drafts, 99)), 1),
+                "longest_p50": float(np.median(lengths)),
+                "places_mean": round(float(np.mean(places)), 1),
+            }
+    opening = _open_elsewhere(place, vocabulary, folder, new)
+    return {
+        "tokens": stats.tokens,
+        "documents": stats.documents,
+        "token_bytes": parts[0].width.bytes,
+        "bytes_per_token": round(stats.bytes / stats.tokens, 3),
+        "sorted_tokens_per_s": round(stats.tokens / seconds),
+        "built_tokens_per_s": round(stats.tokens / built) if changed else None,
+        "open_ms": round(opening[0], 1),
+        "resident_mb_opened": round(opening[1], 1),
+        "resident_mb_searched_100": round(opening[2], 1),
+        "resident_mb_searched_4000": round(opening[3], 1),
+        "segments": stats.segments,
+        "us_first_p50": round(float(np.percentile(first[0], 50)), 1),
+        "us_first_p99": round(float(np.percentile(first[0], 99)), 1),
+        "as_built": {
+            "segments": several,
+            "us_p50": round(float(np.percentile(in_several, 50)), 1),
+            "us_p99": round(float(np.percentile(in_several, 99)), 1),
+        },
+        "queries": queries,
+    }
+
+
+def _sort_time(parts: Sequence[Any]) -> float:
+    seconds = 0.0
+    for part in parts:
+        tokens = np.array(part.tokens)
+        started = time.perf_counter()
+        part.width.sort(tokens)
+        seconds += time.perf_counter() - started
+    return seconds
+
+
+def _contexts(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np.int32]:
+    """int32 [queries, 65], stretches from anywhere in a text."""
+    starts = random.integers(0, max(len(tokens) - _CONTEXT, 1), _QUERIES)
+    found: NDArray[np.int32] = tokens[np.minimum(starts[:, None] + np.arange(_CONTEXT + 1), len(tokens) - 1)]
+    return found
+
+
+def _open_elsewhere(place: Path, vocabulary: int, folder: Path, contexts: NDArray[np.int32]) -> list[float]:
+    """Milliseconds of opening in a new process that has searched before, and megabytes that became resident."""
+    np.save(folder / "contexts.npy", contexts)
+    command = [
+        *(sys.executable, "-c", _OPENING),
+        *(str(place), str(vocabulary), str(folder / f"tiny-{vocabulary}"), str(folder / "contexts.npy")),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: list[float] = json.loads(run.stdout)
+    return found

@@ -1,0 +1,1 @@
+"""Speed and exactness of whole answers."""

@@ -1,0 +1,182 @@
+"""The ways of decoding that `bench generate` compares."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from reader_rag.config import GenerationConfig
+from reader_rag.engine.engine import Engine
+from reader_rag.engine.outputs import Prompt
+from reader_rag.sampling.sampler import Selector, Verified, greedy
+
+LOOKUP_SIZES = (2, 3)
+"""n-gram sizes of `transformers`' prompt lookup that are tried; the better one is reported."""
+LOOKUP_TOKENS = 10
+_TENANT = "bench"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer by one method.
+
+    Attributes:
+        tokens: Emitted tokens.
+        ttft_s: Seconds to the first token.
+        decode_s: Seconds from the first token to the last.
+        steps: Forward passes after the first.
+        cache_bytes: Bytes of keys and values.
+    """
+
+    tokens: tuple[int, ...]
+    ttft_s: float
+    decode_s: float
+    steps: int
+    cache_bytes: int
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """(tokens - 1) / seconds after the first token; 0 for one token."""
+        return (len(self.tokens) - 1) / self.decode_s if self.decode_s > 0 and len(self.tokens) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every method is asked.
+
+    Attributes:
+        prompt: The prompt.
+        generation: Length and sampling.
+        forced: Tokens to emit instead of the model's own choice (replaying a trace), or None.
+    """
+
+    prompt: Prompt
+    generation: GenerationConfig
+    forced: tuple[int, ...] | None = None
+
+
+Method = Callable[[Engine, Task], Run]
+
+
+class _Forced:
+    """A selector that computes the model's choice, as it must to be timed, and emits the trace's token."""
+
+    def __init__(self, prompt_tokens: int, tokens: tuple[int, ...]) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._tokens = tokens
+
+    def __call__(self, verified: Verified) -> Callable[[int], int]:
+        greedy(verified)
+        return lambda row: self._tokens[verified.position(row) - self._prompt_tokens]
+
+
+def shortened(task: Task) -> Task:
+    """To run first, since first-use costs (compiled loops, thread pools, kernels) belong to no method."""
+    forced = None if task.forced is None else task.forced[:8]
+    return replace(task, generation=replace(task.generation, max_tokens=8), forced=forced)
+
+
+def asked_for(task: Task, *, speculate: bool) -> tuple[GenerationConfig, Selector | None]:
+    """What this engine is asked for a task, with drafts or plain."""
+    if task.forced is not None:
+        generation = GenerationConfig(max_tokens=len(task.forced), ignore_eos=True, speculate=speculate)
+        return generation, _Forced(len(task.prompt.token_ids), task.forced)
+    return replace(task.generation, speculate=speculate), None
+
+
+def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
+    """This engine, with drafts or plain."""
+    generation, selector = asked_for(task, speculate=speculate)
+    engine.forget(_TENANT)  # every prompt begins with what a new process knows
+    started = time.perf_counter()
+    with engine.stream(task.prompt, generation, selector=selector, tenant=_TENANT) as stream:
+        next(stream)
+        first = time.perf_counter()
+        for _ in stream:
+            pass
+        ended = time.perf_counter()
+        stats = stream.result.stats
+        return Run(stream.result.token_ids, first - started, ended - first, stats.steps, stats.cache_bytes)
+
+
+class Clock(BaseStreamer):
+    """Notes when the first token came; `generate` puts the prompt first."""
+
+    def __init__(self) -> None:
+        self.puts = 0
+        self.first = 0.0
+
+    def put(self, value: Any) -> None:
+        """Called by `generate` with the prompt, then with what each step emitted."""
+        self.puts += 1
+        if self.puts == 2:
+            self.first = time.perf_counter()
+
+    def end(self) -> None:
+        """Called by `generate` at the end."""
+
+
+def transformers_generate(engine: Engine, task: Task, *, lookup: int | None = None) -> Run:
+    """`transformers`' own `generate` on the same model, plain or with prompt lookup of that n-gram size."""
+    model: Any = engine.model
+    ids = torch.tensor([list(task.prompt.token_ids)], device=model.device)
+    options: dict[str, Any] = {"do_sample": False}
+    if task.generation.temperature > 0:
+        options = {
+            "do_sample": True,
+            "temperature": task.generation.temperature,
+            "top_p": task.generation.top_p,
+            "top_k": task.generation.top_k,
+        }
+        torch.manual_seed(task.generation.seed or 0)
+    if lookup is not None:
+        options |= {"prompt_lookup_num_tokens": LOOKUP_TOKENS, "max_matching_ngram_size": lookup}
+    steps = 0
+
+    def count(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+
+    clock = Clock()
+    hook = model.register_forward_pre_hook(count)
+    try:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=task.generation.max_tokens,
+                eos_token_id=sorted(engine.eos_ids) or None,
+                pad_token_id=min(engine.eos_ids, default=0),
+                streamer=clock,
+                return_dict_in_generate=True,
+                **options,
+            )
+        ended = time.perf_counter()
+    finally:
+        hook.remove()
+    tokens = tuple(out.sequences[0, ids.shape[1] :].tolist())
+    return Run(tokens, clock.first - started, ended - clock.first, steps - 1, cache_bytes(out.past_key_values))
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of the keys and values of a cache of `transformers`."""
+    tensors = [tensor for layer in getattr(cache, "layers", []) for tensor in (layer.keys, layer.values)]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+METHODS: dict[str, dict[str, Method]] = {
+    "plain": {"plain": lambda engine, task: ours(engine, task, speculate=False)},
+    "reader": {"reader": lambda engine, task: ours(engine, task, speculate=True)},
+    "hf": {"hf": transformers_generate},
+    "hf-lookup": {
+        f"hf-lookup n={size}": lambda engine, task, size=size: transformers_generate(engine, task, lookup=size)  # type: ignore[misc]
+        for size in LOOKUP_SIZES
+    },
+}
+"""Methods by name, each with its variants; the variant with the most tokens per second stands for the method."""

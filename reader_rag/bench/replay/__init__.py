@@ -1,0 +1,1 @@
+"""Drafting measured on recorded answers."""

@@ -1,0 +1,98 @@
+"""Counts how estimates fare on recorded answers, for the priors that the package ships."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reader_rag.bench.inputs import Trace
+from reader_rag.bench.replay.recall import answers_in_datastore, halves
+from reader_rag.bench.replay.replay import KNOWN_SOURCES, Best, ReplayConfig, replay
+from reader_rag.draft import Calibration
+from reader_rag.draft.calibration import smoothed
+from reader_rag.draft.kernels import tree as kernels
+from reader_rag.draft.profile import Profile
+from reader_rag.errors import ConfigError
+
+_PASSES = 3
+"""What is drafted depends on the corrections, so the counts are taken again with those that they gave."""
+_STORED = slice(kernels.COPY_CELLS // kernels.ORIGINS * 3, kernels.COPY_CELLS)
+"""Cells of candidates from the datastore."""
+_LIGHT = 1e-6
+"""Weight of the counts a pass starts with, which only set the corrections."""
+
+Counts = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+def calibrate(traces: Sequence[Trace], best: Best, profile: Profile | None) -> Counts:
+    """Count over answers: with all sources and the profile, without the profile, and with copies alone.
+
+    Args:
+        traces: Answers to prompts of several kinds.
+        best: The target's best next tokens, by trace id.
+        profile: What is known of the model beforehand.
+
+    Returns:
+        (hits, expected), float64 [cells] each; `save` writes what `Calibration` loads.
+    """
+    hits = expected = np.ones(kernels.CELLS)
+    for _ in range(_PASSES):
+        start_hits, start_expected = smoothed(hits, expected)
+        hits, expected = np.zeros(kernels.CELLS), np.zeros(kernels.CELLS)
+        for sources, known in ((KNOWN_SOURCES, profile), (KNOWN_SOURCES, None), (("context",), None)):
+            calibration = Calibration(_LIGHT * start_hits, _LIGHT * start_expected)
+            replay(traces, ReplayConfig(sources=sources), best, known, calibration)
+            hits += calibration.counts[kernels.HITS]
+            expected += calibration.counts[kernels.EXPECTED]
+    return hits, expected
+
+
+def calibrate_datastore(traces: Sequence[Trace], best: Best, profile: Profile | None, base: Path) -> Counts:
+    """Count the datastore's candidates alone: each half of the answers replayed with the other half in a datastore.
+
+    Args:
+        traces: As in `calibrate`.
+        best: As in `calibrate`.
+        profile: As in `calibrate`.
+        base: A file of `save`, whose counts of all else are kept.
+
+    Returns:
+        As `calibrate`.
+
+    Raises:
+        ConfigError: `base` cannot be read or is of another version.
+    """
+    try:
+        with np.load(base, allow_pickle=False) as held:
+            hits, expected = held["hits"], held["expected"]
+    except Exception as cause:  # a damaged zip file raises a dozen kinds
+        raise ConfigError(f"cannot read {base}: {cause}") from cause
+    if hits.shape != (kernels.CELLS,) or expected.shape != hits.shape:
+        raise ConfigError(f"{base} is of another version: count all sources first (leave out --base)")
+    parts = halves(traces)
+    for _ in range(_PASSES):
+        start_hits, start_expected = smoothed(hits, expected)
+        hits[_STORED], expected[_STORED] = 0.0, 0.0
+        for known, asked in (parts, parts[::-1]):
+            calibration = Calibration(_LIGHT * start_hits, _LIGHT * start_expected)
+            with answers_in_datastore(known, asked) as datastore:
+                replay(asked, ReplayConfig(), best, profile, calibration, datastore)
+            hits[_STORED] += calibration.counts[kernels.HITS, _STORED]
+            expected[_STORED] += calibration.counts[kernels.EXPECTED, _STORED]
+    return hits, expected
+
+
+def save(counts: Counts, path: Path) -> None:
+    """Write counts to that very path.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        with path.open("wb") as file:
+            np.savez_compressed(file, hits=counts[0], expected=counts[1])
+    except OSError as cause:
+        raise ConfigError(f"cannot write {path}: {cause.strerror or cause}") from cause

@@ -1,0 +1,372 @@
+"""The `reader-rag bench` commands that work on recorded answers: record, replay, drafting, calibrate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reader_rag.bench.terminal import progress
+from reader_rag.errors import ConfigError
+from reader_rag.model.registry import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from reader_rag.bench.inputs import Trace
+    from reader_rag.bench.replay.replay import Best, ReplayConfig, Tally
+    from reader_rag.datastore import Datastore
+    from reader_rag.draft.profile import Profile
+
+TracesArgument = Annotated[
+    Path, typer.Argument(help='Answers, a line each: {"id", "category", "model", "prompt": [ids], "output": [ids]}.')
+]
+Top8Option = Annotated[
+    Path | None, typer.Option("--top8", help="npz: by trace id the target's eight best next tokens of each position.")
+]
+ProfileOption = Annotated[
+    str,
+    typer.Option(help="auto: the profile whose vocabulary the prompts are written in; none; or a profile's file."),
+]
+CategoriesOption = Annotated[str, typer.Option(help="Comma-separated; empty: all.")]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Most answers of each category.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def replay(
+    traces: TracesArgument,
+    top8: Top8Option = None,
+    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree.")] = 64,
+    sources: Annotated[str, typer.Option(help="Comma-separated, out of context, successor.")] = "context,successor",
+    profile: ProfileOption = "auto",
+    categories: CategoriesOption = "",
+    limit: LimitOption = None,
+    calibration: Annotated[bool, typer.Option(help="Correct estimates by how they fared.")] = True,
+    warm: Annotated[bool, typer.Option(help="Keep what was learned from one answer to the next.")] = False,
+    explain: Annotated[str | None, typer.Option(help="Tell this answer step by step instead.", metavar="ID")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Alias, folder or hub id: --explain in words, not ids.")] = None,
+    peers: Annotated[
+        bool, typer.Option(help="Other training-free drafters, our chains, and two oracles, too.")
+    ] = False,
+    ablation: Annotated[bool, typer.Option(help="Also with each part switched off.")] = False,
+    datastore: Annotated[Path | None, typer.Option(help="Folder of a datastore to draft from too.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for reliability.png and ablation.png.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay recorded answers: how many tokens a step would have emitted. No model is loaded."""
+    from reader_rag.bench.replay.replay import ReplayConfig
+    from reader_rag.bench.replay.replay import replay as run
+
+    config = ReplayConfig(
+        nodes=nodes, sources=tuple(s for s in sources.split(",") if s), warm=warm, calibrates=calibration
+    )
+    recorded, best, known, notes = _read(traces, top8, profile, categories, limit, config)
+    if explain is not None:
+        _explain(recorded, explain, config, best, known, tokenizer)
+        return
+    with _opened(datastore) as store:
+        tallies = run(recorded, config, best, known, datastore=store)
+    report: dict[str, Any] = {
+        "nodes": nodes,
+        "sources": list(config.sources),
+        "warm": warm,
+        "datastore": None if datastore is None else str(datastore),
+        "profile": known.name if known is not None else None,
+        "categories": {category: tally.summary() for category, tally in tallies.items()},
+        "reliability": reliability(tallies.values()),
+    }
+    if peers:
+        from reader_rag.bench.replay.peers import replay_peers
+
+        report["peers"], missing = replay_peers(recorded, progress(), known)
+        report["peers"] = {
+            name: {category: {"mat": mat} for category, mat in row.items()} for name, row in report["peers"].items()
+        }
+        notes += missing
+    if ablation:
+        report["ablation"] = _ablation(recorded, config, best, known)
+    report["notes"] = notes
+    if plots is not None:
+        from reader_rag.bench.replay.plots import plot_ablation, plot_reliability
+
+        plot_reliability(report["reliability"]["bins"], plots / "reliability.png")
+        if ablation:
+            plot_ablation(report["ablation"], plots / "ablation.png")
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        _print(report)
+
+
+def recall(
+    traces: TracesArgument,
+    top8: Top8Option = None,
+    known: Annotated[
+        Path | None,
+        typer.Option("--known", help="Answers that are in the datastore; none: the first half of each category."),
+    ] = None,
+    profile: ProfileOption = "auto",
+    categories: CategoriesOption = "",
+    limit: LimitOption = None,
+    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree.")] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay answers with earlier answers of the same model in a datastore, and without."""
+    from reader_rag.bench.inputs import read_traces
+    from reader_rag.bench.replay.recall import halves, measure_recall
+    from reader_rag.bench.replay.replay import ReplayConfig
+
+    config = ReplayConfig(nodes=nodes)
+    recorded, best, held, notes = _read(traces, top8, profile, categories, limit, config)
+    if known is None:
+        before, asked = halves(recorded)
+    else:
+        before, asked = read_traces(known, [], None), recorded
+    report = measure_recall(before, asked, config, best, held) | {"notes": notes}
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+        return
+    typer.echo(f"{report['documents']} answers of {report['tokens']} tokens in the datastore")
+    for category, row in report["categories"].items():
+        typer.echo(
+            f"{category}: {row['with']['mat']:.3f} tokens per step with them, {row['without']['mat']:.3f} without "
+            f"({row['ratio']:.2f} times); {row['with']['us_per_draft_p50']} us a draft; the best copies there are: "
+            f"{row['oracle']['with']:.3f} and {row['oracle']['without']:.3f} ({row['oracle']['ratio']:.2f} times)"
+        )
+
+
+def drafting(
+    traces: TracesArgument,
+    top8: Top8Option = None,
+    profile: ProfileOption = "auto",
+    categories: CategoriesOption = "rag",
+    limit: LimitOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time drafting itself on recorded answers: a draft, a token, a long context, the first use in a process."""
+    from reader_rag.bench.replay.drafting import measure_drafting
+    from reader_rag.bench.replay.replay import ReplayConfig
+
+    recorded, best, known, _ = _read(traces, top8, profile, categories, limit, ReplayConfig())
+    report = measure_drafting(recorded, best, known)
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+        return
+    for size, row in report.pop("drafts").items():
+        typer.echo(
+            f"draft of up to {size} nodes: {row['us_p50']} us median, {row['us_p99']} us 99th percentile; "
+            f"within a replay: {row['us_in_replay_p50']} and {row['us_in_replay_p99']}"
+        )
+    for name, value in report.items():
+        typer.echo(f"{name}: {value}")
+
+
+def record(
+    out: Annotated[Path, typer.Argument(help="Trace file to write; the best tokens go beside it, as .npz.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts as for bench generate; none: made from texts on this machine.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = DEFAULT_MODEL,
+    categories: CategoriesOption = "",
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts of each category.")] = 20,
+    reworded: Annotated[bool, typer.Option(help="Ask the machine's own prompts in other words.")] = False,
+    seed: Annotated[int, typer.Option(help="Which texts the prompts are made from.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 200,
+) -> None:
+    """Record greedy answers and the target's best next tokens, to replay."""
+    from rich.console import Console
+
+    from reader_rag.bench.inputs import read_prompts
+    from reader_rag.bench.replay.own_prompts import edited, own_prompts
+    from reader_rag.bench.replay.record import record as run
+    from reader_rag.engine.engine import Engine
+
+    wanted = [c for c in categories.split(",") if c]
+    asked = read_prompts(prompts, wanted, limit) if prompts is not None else own_prompts(limit, seed)
+    asked = edited(asked) if reworded else asked
+    asked = [prompt for prompt in asked if not wanted or prompt.category in wanted]
+    engine = Engine.load(model, dtype=dtype, device=device, prefix_bytes=0)
+    best = out.with_suffix(".npz")
+    count = run(engine, asked, max_tokens, out, best, Console(stderr=True))
+    typer.echo(f"{count} answers in {out}, best next tokens in {best}")
+
+
+def calibrate(
+    traces: TracesArgument,
+    out: Annotated[Path, typer.Argument(help="npz file to write; the package ships its own as draft/priors.npz.")],
+    top8: Top8Option = None,
+    profile: ProfileOption = "auto",
+    base: Annotated[
+        Path | None, typer.Option("--base", help="Keep this file's counts, and count the datastore's drafts alone.")
+    ] = None,
+) -> None:
+    """Count how the estimates of drafts fare on recorded answers."""
+    from reader_rag.bench.replay.calibrate import calibrate as count
+    from reader_rag.bench.replay.calibrate import calibrate_datastore, save
+    from reader_rag.bench.replay.replay import ReplayConfig
+
+    recorded, best, known, _ = _read(traces, top8, profile, "", None, ReplayConfig())
+    counts = count(recorded, best, known) if base is None else calibrate_datastore(recorded, best, known, base)
+    save(counts, out)
+    typer.echo(f"{int(counts[0].sum())} hits where {counts[1].sum():.0f} were expected, in {out}")
+
+
+def reliability(tallies: Any) -> dict[str, Any]:
+    """How true the estimates were, over all categories.
+
+    Args:
+        tallies: `Tally` of each category.
+
+    Returns:
+        `{"bins": [{"predicted", "observed", "nodes"}], "mean_gap"}`; the gap over bins of 200 nodes or more.
+    """
+    held: list[Tally] = list(tallies)
+    predicted, right, judged = (sum(getattr(t, name) for t in held) for name in ("predicted", "right", "judged"))
+    bins = [
+        {"predicted": round(p / n, 4), "observed": round(r / n, 4), "nodes": int(n)}
+        for p, r, n in zip(predicted, right, judged, strict=True)
+        if n
+    ]
+    gaps = [abs(row["predicted"] - row["observed"]) for row in bins if row["nodes"] >= 200]
+    return {"bins": bins, "mean_gap": round(sum(gaps) / len(gaps), 4) if gaps else None}
+
+
+@contextmanager
+def _opened(folder: Path | None) -> Iterator[Datastore | None]:
+    if folder is None:
+        yield None
+        return
+    from reader_rag.datastore import Datastore
+
+    with Datastore.inspect(folder) as store:
+        yield store
+
+
+def _read(
+    traces: Path, top8: Path | None, profile: str, categories: str, limit: int | None, config: ReplayConfig
+) -> tuple[list[Trace], Best, Profile | None, list[str]]:
+    """Traces, best tokens, the profile, and what is to be said of them."""
+    from reader_rag.bench.inputs import read_traces
+    from reader_rag.bench.replay.replay import check_best, read_best
+
+    recorded = read_traces(traces, [c for c in categories.split(",") if c], limit)
+    if "successor" not in config.sources:
+        return recorded, {}, None, []
+    best = read_best(top8) if top8 is not None else {}
+    notes = []
+    missing = check_best(recorded, best)
+    known = _profile(profile, recorded)
+    if missing:
+        kinds = sorted({trace.category for trace in recorded if trace.id in set(missing)})
+        notes.append(f"no best next tokens for {len(missing)} answers ({', '.join(kinds)}): successors are off there")
+    return recorded, best, known, notes
+
+
+def _profile(name: str, traces: Sequence[Trace]) -> Profile | None:
+    from reader_rag.draft.profile import Profile, profiles
+    from reader_rag.model.weights_cache import cache_folder
+
+    if name == "none":
+        return None
+    if name != "auto":
+        held = Profile.load(Path(name))
+        if max(max(trace.prompt) for trace in traces) >= len(held.tokens):
+            raise ConfigError(f"--profile {name} is of another vocabulary than {traces[0].id}")
+        return held
+    prompts = [trace.prompt for trace in traces]
+    return next((held for held in profiles(cache_folder() / "profiles") if held.fits(prompts)), None)
+
+
+def _ablation(
+    traces: Sequence[Trace], config: ReplayConfig, best: Best, profile: Profile | None
+) -> dict[str, dict[str, float]]:
+    from reader_rag.bench.replay.replay import replay as run
+
+    rows = {"all": (config, profile)}
+    for source in config.sources if len(config.sources) > 1 else ():
+        less = tuple(other for other in config.sources if other != source)
+        rows[f"without {source}"] = (changed(config, sources=less), profile)
+    if profile is not None:
+        rows["without profile"] = (config, None)
+    rows["without calibration"] = (changed(config, calibrates=False), profile)
+    if len(config.sources) > 1:
+        rows["without merging"] = (changed(config, merges=False), profile)
+    return {
+        name: {category: round(tally.mat, 4) for category, tally in run(traces, setting, best, known).items()}
+        for name, (setting, known) in rows.items()
+    }
+
+
+def _explain(
+    traces: Sequence[Trace],
+    wanted: str,
+    config: ReplayConfig,
+    best: Best,
+    profile: Profile | None,
+    tokenizer: str | None,
+) -> None:
+    from reader_rag.bench.replay.explain import explain
+    from reader_rag.bench.replay.replay import Replayer, Tally
+
+    trace = next((trace for trace in traces if trace.id == wanted), None)
+    if trace is None:
+        raise ConfigError(f"--explain {wanted}: there is no such id; there are {traces[0].id}, {traces[-1].id}, ...")
+    tally = Tally()
+    steps = Replayer(config, best, profile).run(trace, tally)
+    for line in explain(trace, steps, _shower(tokenizer)):
+        typer.echo(line)
+    typer.echo(f"{tally.tokens} tokens in {tally.steps} steps: {tally.mat:.3f} tokens per step")
+
+
+def _shower(tokenizer: str | None) -> Callable[[Sequence[int]], str]:
+    if tokenizer is None:
+        return lambda tokens: " ".join(map(str, tokens))
+    from transformers import AutoTokenizer
+
+    from reader_rag.model.registry import resolve_model
+
+    loaded: Any = AutoTokenizer.from_pretrained(resolve_model(tokenizer))
+    return lambda tokens: str(loaded.decode(list(tokens)))
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    profile = f", profile {report['profile']}" if report["profile"] else ", no profile"
+    table = Table(title=f"{report['nodes']} nodes, {' + '.join(report['sources'])}{profile}")
+    table.add_column("category")
+    for heading in ("answers", "tokens/step", "drafted/step", "us/draft p50", "p99"):
+        table.add_column(heading, justify="right")
+    for category, row in report["categories"].items():
+        cells = ("prompts", "mat", "drafted_per_step", "us_per_draft_p50", "us_per_draft_p99")
+        table.add_row(category, *(f"{row[cell]:g}" for cell in cells))
+    console.print(table)
+    if report["reliability"]["mean_gap"] is not None:
+        console.print(f"predicted and observed acceptance differ by {report['reliability']['mean_gap']} on average")
+    for key, title in (("peers", "tokens per step of others"), ("ablation", "tokens per step with parts off")):
+        if key in report:
+            _print_rows(console, title, report[key])
+    for note in report["notes"]:
+        console.print(note, highlight=False)
+
+
+def _print_rows(console: Any, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column("")
+    categories = list(dict.fromkeys(category for row in rows.values() for category in row))
+    for category in categories:
+        table.add_column(category, justify="right")
+    for name, row in rows.items():
+        cells = (row.get(category) for category in categories)
+        values = (cell["mat"] if isinstance(cell, dict) else cell for cell in cells)
+        table.add_row(name, *("-" if value is None else f"{value:.2f}" for value in values))
+    console.print(table)

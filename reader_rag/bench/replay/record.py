@@ -1,0 +1,75 @@
+"""Records answers and the target's best next tokens, for `bench replay` to run on."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+
+from reader_rag.bench.inputs import BenchPrompt
+from reader_rag.config import GenerationConfig
+from reader_rag.draft.successor_table import BEST
+from reader_rag.engine.engine import Engine
+from reader_rag.sampling.topk import best_tokens
+
+
+def record(
+    engine: Engine, prompts: Sequence[BenchPrompt], max_tokens: int, traces: Path, best: Path, console: Console
+) -> int:
+    """Answer prompts greedily and write traces and best tokens in the forms of `bench replay`.
+
+    Args:
+        engine: The target.
+        prompts: What to answer; those that do not fit the model's context are left out.
+        max_tokens: Most tokens of an answer.
+        traces: The trace file, overwritten: a line each, `{"id", "category", "model", "prompt", "output"}`.
+        best: The npz file, overwritten: for each id int32 [prompt + output, 8].
+        console: Shows progress.
+
+    Returns:
+        How many answers were recorded.
+    """
+    rows: dict[str, NDArray[np.int32]] = {}
+    with traces.open("w", encoding="utf-8") as lines:
+        for prompt in track(prompts, "recording", console=console):
+            encoded = engine.encode_chat([{"role": "user", "content": prompt.text}])
+            if len(encoded.token_ids) + max_tokens > engine.context_window:
+                continue
+            answer = engine.generate(encoded, GenerationConfig(max_tokens=max_tokens))
+            trace = {
+                "id": prompt.id,
+                "category": prompt.category,
+                "model": engine.name,
+                "prompt": list(encoded.token_ids),
+                "output": list(answer.token_ids),
+            }
+            lines.write(json.dumps(trace) + "\n")
+            rows[prompt.id] = best_after(engine, [*encoded.token_ids, *answer.token_ids])
+    _save_rows(rows, best)
+    return len(rows)
+
+
+def best_after(engine: Engine, tokens: Sequence[int]) -> NDArray[np.int32]:
+    """int32 [tokens, 8], the target's best next tokens after each position, the best first."""
+    best = np.zeros((len(tokens), BEST), np.int32)
+
+    def seen(start: int, logits: torch.Tensor) -> None:
+        best[start : start + len(logits)] = best_tokens(logits)
+
+    engine.target.prefill(tokens, engine.target.new_cache(len(tokens), 0), seen)
+    return best
+
+
+def _save_rows(rows: Mapping[str, NDArray[np.int32]], path: Path) -> None:
+    """An npz file of arrays of any names; `np.savez` takes them as keyword arguments, some of which are its own."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, array in rows.items():
+            with archive.open(f"{name}.npy", "w") as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)

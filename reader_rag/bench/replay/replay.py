@@ -1,0 +1,354 @@
+"""Replays recorded answers against the drafter: how many tokens a step would have emitted. No model is loaded."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reader_rag.bench.inputs import Trace
+from reader_rag.config import RecallConfig
+from reader_rag.datastore import Datastore
+from reader_rag.draft import SOURCES, Calibration, ContextIndex, DraftTree, Place, SuccessorTable, TreeBuilder
+from reader_rag.draft.profile import Profile
+from reader_rag.draft.tree import STORED, SUCCESSOR
+from reader_rag.draft.tree_builder import NOTHING_STORED
+from reader_rag.engine.datastore_lookup import Recollection
+from reader_rag.errors import ConfigError
+
+KNOWN_SOURCES = ("context", "successor")
+_RECALL = RecallConfig()
+BINS = 20
+"""Of the reliability diagram."""
+
+Best = Mapping[str, NDArray[np.int32]]
+"""By trace id, int32 [prompt + output, 8], the target's best next tokens after each position."""
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What is replayed.
+
+    Attributes:
+        nodes: Most nodes of a tree.
+        sources: Out of `KNOWN_SOURCES`.
+        warm: Keep what was learned from one answer to the next.
+        calibrates: Whether estimates are corrected: by the shipped counts, and by what is counted while running.
+        merges: False drafts a tree of its own from each source, with an equal part of the nodes.
+        min_probability: Least path probability of a node.
+    """
+
+    nodes: int = 64
+    sources: tuple[str, ...] = KNOWN_SOURCES
+    warm: bool = False
+    calibrates: bool = True
+    merges: bool = True
+    min_probability: float = 0.0001
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", tuple(dict.fromkeys(self.sources)))
+        unknown = sorted(set(self.sources) - set(KNOWN_SOURCES))
+        if unknown or not self.sources:
+            raise ConfigError(f"--sources takes {', '.join(KNOWN_SOURCES)}, not {', '.join(unknown) or 'nothing'}")
+        if not 1 <= self.nodes <= 1024:
+            raise ConfigError(f"--nodes must be 1..1024, not {self.nodes}")
+
+
+@dataclass
+class Tally:
+    """Counts over the answers of a category.
+
+    Attributes:
+        prompts: Answers.
+        tokens: Emitted tokens.
+        steps: Steps that emitted them.
+        drafted: Drafted nodes.
+        accepted: Accepted nodes by source.
+        microseconds: Of each draft.
+        predicted: float64 [BINS], sum of the estimated probabilities of nodes whose parent was accepted, by estimate.
+        right: float64 [BINS], how many of them were accepted.
+        judged: float64 [BINS], how many there were.
+    """
+
+    prompts: int = 0
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: Counter[str] = field(default_factory=Counter)
+    microseconds: list[float] = field(default_factory=list)
+    predicted: NDArray[np.float64] = field(default_factory=lambda: np.zeros(BINS))
+    right: NDArray[np.float64] = field(default_factory=lambda: np.zeros(BINS))
+    judged: NDArray[np.float64] = field(default_factory=lambda: np.zeros(BINS))
+
+    @property
+    def mat(self) -> float:
+        """Mean tokens emitted per step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    def judge(self, tree: DraftTree, path: Sequence[int], ended: bool = False) -> None:
+        """Note, for every child of an accepted node, how probable it was held and whether it was accepted.
+
+        Args:
+            tree: What was drafted.
+            path: The accepted nodes.
+            ended: The answer ended with the last of them, so that nothing is known of its children.
+        """
+        if not len(tree):
+            return
+        on_path = np.zeros(len(tree) + 1, np.bool_)
+        on_path[0] = True
+        on_path[np.array(path, np.int64) + 1] = True
+        last = path[-1] if path else -1
+        judged = on_path[tree.parents + 1] & ~(ended & (tree.parents == last))
+        above = np.concatenate([np.ones(1), tree.probabilities])[tree.parents + 1]
+        estimate = (tree.probabilities / above)[judged]
+        at = np.minimum((estimate * BINS).astype(np.int64), BINS - 1)
+        np.add.at(self.predicted, at, estimate)
+        np.add.at(self.right, at, on_path[1:][judged])
+        np.add.at(self.judged, at, 1.0)
+
+    def percentile(self, percent: float) -> float:
+        """Microseconds that so many percent of the drafts took at most."""
+        return round(float(np.percentile(self.microseconds, percent)), 1) if self.microseconds else 0.0
+
+    def summary(self) -> dict[str, float]:
+        """The row of a report."""
+        return {
+            "prompts": self.prompts,
+            "mat": round(self.mat, 4),
+            "drafted_per_step": round(self.drafted / self.steps, 2) if self.steps else 0.0,
+            "us_per_draft_p50": self.percentile(50),
+            "us_per_draft_p99": self.percentile(99),
+            **{f"accepted_from_{source}": count for source, count in sorted(self.accepted.items())},
+        }
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a replay.
+
+    Attributes:
+        position: Index in the output of the first token that the step emits.
+        tree: What was drafted.
+        path: The accepted nodes.
+        emitted: The tokens.
+        places: Where the accepted nodes were copied from; None: from nowhere, the target's own.
+    """
+
+    position: int
+    tree: DraftTree
+    path: tuple[int, ...]
+    emitted: tuple[int, ...]
+    places: tuple[Place | None, ...]
+
+
+class Replayer:
+    """Replays traces one after the other.
+
+    Args:
+        config: What is replayed.
+        best: The target's best next tokens; a trace without them is drafted without successors.
+        profile: What is known of the model beforehand.
+        calibration: Starts as this instead of the shipped counts.
+        datastore: Searched too, as requests of no named tenant search it; None: there is none.
+    """
+
+    def __init__(
+        self,
+        config: ReplayConfig,
+        best: Best | None = None,
+        profile: Profile | None = None,
+        calibration: Calibration | None = None,
+        datastore: Datastore | None = None,
+    ) -> None:
+        self.config = config
+        self._datastore = datastore
+        self._best = best or {}
+        self._prior = profile.tokens if profile is not None else None
+        self._calibration = calibration
+        self._forget()
+
+    def _forget(self) -> None:
+        known = "successor" in self.config.sources
+        self.successors = SuccessorTable(prior=self._prior) if known else SuccessorTable(0)
+        if self._calibration is not None:
+            self.calibration = self._calibration
+        else:
+            self.calibration = Calibration() if self.config.calibrates else Calibration.blank(learns=False)
+
+    def run(self, trace: Trace, tally: Tally) -> list[Step]:
+        """Replay one answer.
+
+        Args:
+            trace: The answer.
+            tally: Counted into.
+
+        Returns:
+            Its steps.
+        """
+        if not self.config.warm:
+            self._forget()
+        drafters = self._drafters(trace)
+        text = np.array([*trace.prompt, *trace.output], np.int32)
+        best = self._best.get(trace.id)
+        learned = emitted = 0
+        steps = []
+        while emitted < len(trace.output):
+            # The passes so far have computed the logits of all positions before the last token.
+            length = len(trace.prompt) + emitted
+            if best is not None:
+                self.successors.learn_text(text, learned, best[learned : length - 1])
+                learned = length - 1
+            started = time.perf_counter()
+            trees = [drafter.build() for drafter in drafters]
+            tally.microseconds.append((time.perf_counter() - started) * 1e6)
+            best_of, path = _best_path(trees, trace.output[emitted:])
+            tree, index = trees[best_of], drafters[best_of].index
+            tokens = trace.output[emitted : emitted + len(path) + 1]
+            tally.accepted.update(SOURCES[int(tree.sources[node])] for node in path)
+            tally.judge(tree, path, ended=len(path) == len(tokens))
+            tally.steps += 1
+            tally.drafted += sum(len(tree) for tree in trees)
+            places = tuple(
+                index.locate(int(tree.sources[node]), int(tree.positions[node]))
+                if tree.sources[node] not in (STORED, SUCCESSOR)
+                else None
+                for node in path
+            )
+            steps.append(Step(emitted, tree, tuple(path), tuple(tokens), places))
+            for drafter in drafters:
+                drafter.follow(tokens)
+            emitted += len(tokens)
+        tally.prompts += 1
+        tally.tokens += len(trace.output)
+        return steps
+
+    def _drafters(self, trace: Trace) -> list[_Drafter]:
+        """One drafter, or one for each source where they are not merged."""
+        nothing = SuccessorTable(0)
+        active = self.config.sources
+        if trace.id not in self._best:
+            active = tuple(source for source in active if source != "successor")
+        if self._datastore is not None:
+            active = (*active, "datastore")
+        together = [active] if self.config.merges or not active else [(source,) for source in active]
+        drafters = []
+        for sources in together:
+            builder = TreeBuilder(
+                max_nodes=max(self.config.nodes // max(len(together), 1), 1),
+                min_probability=self.config.min_probability,
+                max_occurrences=256 if "context" in sources else 1,
+                max_stored=2 * _RECALL.max_places,
+                successors=self.successors if "successor" in sources else nothing,
+                calibration=self.calibration,
+            )
+            copies = "context" in sources
+            index = ContextIndex(trace.prompt, reserve=len(trace.output), max_occurrences=256 if copies else 0)
+            for passage in trace.passages if copies else ():
+                if passage.stop is not None:
+                    index.mark_passage(passage.id, passage.start, passage.stop)
+                else:
+                    index.add_passage(passage.id, passage.tokens)
+            recollection = None
+            if self._datastore is not None and "datastore" in sources:
+                recollection = Recollection(self._datastore, "", _RECALL)
+                recollection.extend(trace.prompt)
+            drafters.append(_Drafter(builder, index, recollection))
+        return drafters
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """A builder and what it searches."""
+
+    builder: TreeBuilder
+    index: ContextIndex
+    recollection: Recollection | None
+
+    def build(self) -> DraftTree:
+        stored = NOTHING_STORED if self.recollection is None else self.recollection.look_up()
+        return self.builder.build(self.index, stored=stored)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        self.builder.observe(tokens)
+        self.index.extend(tokens)
+        if self.recollection is not None:
+            self.recollection.extend(tokens)
+
+
+def _best_path(trees: Sequence[DraftTree], ahead: Sequence[int]) -> tuple[int, list[int]]:
+    """Which tree has the longest accepted path, and the nodes of that path."""
+    best: tuple[int, list[int]] = (0, [])
+    for number, tree in enumerate(trees):
+        path: list[int] = []
+        while len(path) < len(ahead):
+            node = tree.child(path[-1] if path else -1, ahead[len(path)])
+            if node is None:
+                break
+            path.append(node)
+        if len(path) > len(best[1]):
+            best = (number, path)
+    return best
+
+
+def replay(
+    traces: Iterable[Trace],
+    config: ReplayConfig,
+    best: Best | None = None,
+    profile: Profile | None = None,
+    calibration: Calibration | None = None,
+    datastore: Datastore | None = None,
+) -> dict[str, Tally]:
+    """Replay traces; arguments as in `Replayer`.
+
+    Returns:
+        By category.
+    """
+    replayer = Replayer(config, best, profile, calibration, datastore)
+    tallies: dict[str, Tally] = {}
+    for trace in traces:
+        replayer.run(trace, tallies.setdefault(trace.category, Tally()))
+    return tallies
+
+
+def read_best(path: Path) -> dict[str, NDArray[np.int32]]:
+    """The best next tokens of an npz file, by trace id.
+
+    Raises:
+        ConfigError: The file cannot be read or is not of that form.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            best = {name: arrays[name].astype(np.int32) for name in arrays.files}
+    except Exception as cause:  # a damaged zip file raises a dozen kinds
+        raise ConfigError(f"cannot read {path}: {cause}") from cause
+    for name, rows in best.items():
+        if rows.ndim != 2 or rows.shape[1] != 8:
+            raise ConfigError(f"{path}: {name} is not of shape [positions, 8]")
+    return best
+
+
+def check_best(traces: Iterable[Trace], best: Best) -> list[str]:
+    """Prove that the best tokens belong to the traces.
+
+    Returns:
+        The ids of traces that have none.
+
+    Raises:
+        ConfigError: There are some of another length than the trace.
+    """
+    missing = []
+    for trace in traces:
+        if trace.id not in best:
+            missing.append(trace.id)
+        elif len(best[trace.id]) != len(trace.prompt) + len(trace.output):
+            raise ConfigError(
+                f"--top8 has {len(best[trace.id])} rows for trace {trace.id}, which has "
+                f"{len(trace.prompt) + len(trace.output)} tokens: it was made from other traces"
+            )
+    return missing

@@ -1,0 +1,1 @@
+"""Drafted against plain decoding, token for token."""

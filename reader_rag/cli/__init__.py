@@ -1,0 +1,1 @@
+"""The `reader-rag` program: one module a command."""

@@ -1,0 +1,71 @@
+"""Errors of the command line: one line each, and a traceback only where it is asked for."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from reader_rag.cli.display.terminal import one_line, print_error
+from reader_rag.errors import ReaderError
+
+# Newer typer carries its own click: the class is found from a public one, whichever click it belongs to.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+_USAGE_STATUS = 2
+_DEBUG = "--debug"
+
+
+class OneLineErrors(TyperGroup):
+    """A group whose commands end with one line on standard error and a status that tells.
+
+    Status 1 for an error, 2 for a wrong use of the command line. `--debug` may stand anywhere before `--` and lets the
+    traceback of an error through.
+    """
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Parse the group's own arguments."""
+        try:
+            return super().make_context(info_name, _debug_first(list(args)), parent, **extra)
+        except _UsageError as error:
+            raise _usage_exit(error) from error
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except _UsageError as error:
+            raise _usage_exit(error) from error
+        except Exception as error:
+            if ctx.params.get("debug") or (isinstance(error, OSError) and error.errno == errno.EPIPE):
+                raise
+            print_error(_explain(error))
+            raise typer.Exit(1) from error
+
+
+def _debug_first(args: list[str]) -> list[str]:
+    """`--debug` moved to where the group, not the command, reads it."""
+    end = args.index("--") if "--" in args else len(args)
+    if _DEBUG not in args[:end]:
+        return args
+    return [_DEBUG, *(arg for arg in args[:end] if arg != _DEBUG), *args[end:]]
+
+
+def _usage_exit(error: Any) -> BaseException:
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help text, which is what was asked for
+        return error  # type: ignore[no-any-return]
+    command = error.ctx.command_path if error.ctx is not None else "reader-rag"
+    print_error(f"{one_line(error.format_message())} ({command} --help shows how)")
+    return typer.Exit(_USAGE_STATUS)
+
+
+def _explain(error: Exception) -> str:
+    text = one_line(str(error))
+    if isinstance(error, ReaderError):
+        return text
+    name = type(error).__name__
+    return f"unexpected {name}{': ' if text else ''}{text} (run it again with {_DEBUG} for the traceback)"

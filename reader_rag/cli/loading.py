@@ -1,0 +1,140 @@
+"""Which models a program uses, and loading them with a word about what takes so long."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reader_rag.cli.display.terminal import status
+from reader_rag.config import RecallConfig
+from reader_rag.errors import ConfigError
+from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from reader_rag.connectors.openai import ServerLLM
+    from reader_rag.llm import ReaderLLM
+    from reader_rag.rag.embedding import LocalEmbedding
+
+
+ENGINE_KEY = "READER_RAG_ENGINE_KEY"
+"""The environment variable with the API key of `ModelOptions.engine`: other users see a command's arguments."""
+
+ENGINE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The models of a program and how they run.
+
+    Attributes:
+        model: The LLM: an alias, a hub id or a local folder, or with `engine` the server's name of it. None: the
+            default, or the only one that the server has.
+        embed_model: The embedding model, likewise.
+        device: "auto" or a PyTorch device.
+        dtype: "auto", "float32", "bfloat16" or "float16"; of the LLM.
+        exactness: "fast" or "strict".
+        trust_remote_code: Run code that comes with the models.
+        datastore: Folder of texts and earlier answers that drafts are searched in, or None.
+        keeps_answers: Keep answers there.
+        engine: Address of an OpenAI-compatible server that answers in the LLM's place, or None.
+        engine_timeout_s: Seconds without a word from it after which a call fails.
+
+    Raises:
+        ConfigError: Two of them contradict each other.
+    """
+
+    model: str | None = None
+    embed_model: str = DEFAULT_EMBED_MODEL
+    device: str = "auto"
+    dtype: str = "auto"
+    exactness: str = "fast"
+    trust_remote_code: bool = False
+    datastore: Path | None = None
+    keeps_answers: bool = False
+    engine: str | None = None
+    engine_timeout_s: float = ENGINE_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if self.keeps_answers and self.datastore is None:
+            raise ConfigError("answers are kept in a datastore: name its folder (--datastore)")
+        if self.engine is None:
+            return
+        of_a_local_llm = {
+            "--datastore": self.datastore is not None,
+            "--keep-answers": self.keeps_answers,
+            "--dtype": self.dtype != "auto",
+            "--exactness": self.exactness != "fast",
+        }
+        given = [name for name, is_given in of_a_local_llm.items() if is_given]
+        if given:
+            raise ConfigError(
+                f"--engine has a server answer, which decides that by itself: leave out {' and '.join(given)}"
+            )
+
+    @property
+    def named_model(self) -> str | None:
+        """The LLM's name as far as it is known beforehand; None: the only one that the server has."""
+        return self.model or (DEFAULT_MODEL if self.engine is None else None)
+
+    def load_embedding(self) -> LocalEmbedding:
+        """The embedding model.
+
+        Raises:
+            ConfigError: There is no such device.
+            ModelError: The model cannot be found or used.
+        """
+        with status(f"loading {self.embed_model}") as say:
+            from reader_rag.model.registry import resolve_device, resolve_embed_model
+            from reader_rag.rag.embedding import LocalEmbedding
+
+            device = None if self.device == "auto" else str(resolve_device(self.device))
+            resolve_embed_model(self.embed_model, say)
+            return LocalEmbedding(self.embed_model, device, trust_remote_code=self.trust_remote_code)
+
+    def load_llm(self, max_tokens: int) -> ReaderLLM | ServerLLM:
+        """The LLM, or the server that answers in its place.
+
+        Args:
+            max_tokens: Most tokens of an answer.
+
+        Raises:
+            ConfigError: A setting is unknown or out of its range.
+            ModelError: The model cannot be found or used.
+            DatastoreError: The datastore cannot be used.
+            ServerError: The server cannot be reached or used.
+            MissingDependencyError: The package that asks servers is not installed.
+        """
+        return self._load(max_tokens) if self.engine is None else self._connect(self.engine, max_tokens)
+
+    def _connect(self, url: str, max_tokens: int) -> ServerLLM:
+        with status(f"asking {url} what it serves"):
+            from reader_rag.connectors.openai import ServerLLM
+
+            return ServerLLM.connect(
+                url,
+                self.model,
+                key=os.environ.get(ENGINE_KEY),
+                max_tokens=max_tokens,
+                timeout_s=self.engine_timeout_s,
+            )
+
+    def _load(self, max_tokens: int) -> ReaderLLM:
+        model = self.model or DEFAULT_MODEL
+        with status(f"loading {model}") as say:
+            from reader_rag.llm import ReaderLLM
+            from reader_rag.model.registry import resolve_model
+
+            resolve_model(model, say)
+            say(f"loading {model}")
+            return ReaderLLM(
+                model,
+                device=self.device,
+                dtype=self.dtype,
+                exactness=self.exactness,
+                max_tokens=max_tokens,
+                trust_remote_code=self.trust_remote_code,
+                datastore=self.datastore,
+                recall=RecallConfig(keeps_answers=self.keeps_answers),
+            )

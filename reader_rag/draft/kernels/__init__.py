@@ -1,0 +1,1 @@
+"""Compiled loops (numba) of the draft structures beside them."""

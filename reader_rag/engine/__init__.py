@@ -1,0 +1,1 @@
+"""Decoding with drafts: requests, their scheduling, and what comes out."""

@@ -1,0 +1,1 @@
+"""Keys and values: trees, batches, prefixes, and the masks over them."""

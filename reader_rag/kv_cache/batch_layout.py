@@ -1,0 +1,153 @@
+"""Where the entries of several texts lie in a cache's tensors, and what moving them elsewhere takes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reader_rag.kv_cache.tree_cache import TreeCache
+
+Text = weakref.ref[TreeCache]
+
+EMPTY = -1
+"""What a column holds that holds nothing of its row's text."""
+
+
+class Layout:
+    """Where the entries of every text lie.
+
+    Attributes:
+        texts: One a row. Not held: what its owner has dropped leaves with the next pass.
+        entries: int32 [rows, columns], what each column holds: a position of the text; -1, nothing of it;
+            -2 - j, row j of its last pass, which is not committed.
+    """
+
+    def __init__(self, texts: list[Text], entries: NDArray[np.int32]) -> None:
+        self.texts = texts
+        self.entries = entries
+
+    @classmethod
+    def empty(cls) -> Layout:
+        """Of no texts."""
+        return cls([], np.zeros((0, 0), np.int32))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Committed positions of each text."""
+        lengths: NDArray[np.int64] = np.count_nonzero(self.entries >= 0, axis=1)
+        return lengths
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Entries of each text, committed or not."""
+        counts: NDArray[np.int64] = np.count_nonzero(self.entries != EMPTY, axis=1)
+        return counts
+
+    @property
+    def used(self) -> NDArray[np.int64]:
+        """The first column behind all entries of each text."""
+        columns = self.entries.shape[1]
+        last = (self.entries[:, ::-1] != EMPTY).argmax(1) if columns else 0
+        used: NDArray[np.int64] = np.where(self.counts > 0, columns - last, 0)
+        return used
+
+    def forget(self, text: Text) -> None:
+        """Take what the last pass over a text wrote, and nobody kept, for nothing."""
+        if text in self.texts:
+            row = self.entries[self.texts.index(text)]
+            row[row < EMPTY] = EMPTY
+
+    def keep(self, text: Text, rows: Sequence[int], length: int) -> None:
+        """Commit those rows of a text's last pass behind its `length` positions."""
+        if text not in self.texts:
+            return
+        row = self.entries[self.texts.index(text)]
+        (written,) = np.nonzero(row < EMPTY)
+        columns = {-2 - int(row[column]): column for column in written}
+        row[written] = EMPTY
+        row[[columns[index] for index in rows]] = np.arange(length, length + len(rows))
+
+    def packed(self) -> Layout:
+        """The same entries in the same order, without holes."""
+        entries = np.full_like(self.entries, EMPTY)
+        rows, columns = np.nonzero(self.entries != EMPTY)
+        counts = self.counts
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)
+        entries[rows, np.arange(len(rows)) - firsts] = self.entries[rows, columns]
+        return Layout(self.texts, entries)
+
+    def joined(self, texts: Sequence[Text], lengths: Sequence[int]) -> Layout:
+        """With more texts, of which so many positions are committed, in rows of their own behind the others."""
+        joined = self.within(max([self.entries.shape[1], *lengths]))
+        rows = [
+            np.where(np.arange(joined.entries.shape[1]) < n, np.arange(joined.entries.shape[1]), -1) for n in lengths
+        ]
+        return Layout([*self.texts, *texts], np.vstack([joined.entries, *rows]).astype(np.int32))
+
+    def without(self, texts: Sequence[Text]) -> Layout:
+        """Without some of the texts; the last rows move into theirs."""
+        rows = [row for row, text in enumerate(self.texts) if text not in texts]
+        count = len(rows)
+        behind = [row for row in rows if row >= count]
+        order = [row if self.texts[row] not in texts else behind.pop() for row in range(count)]
+        return Layout([self.texts[row] for row in order], self.entries[order])
+
+    def within(self, columns: int) -> Layout:
+        """The same in so many columns, which all entries lie in."""
+        entries = np.full((len(self.texts), columns), EMPTY, np.int32)
+        shared = min(columns, self.entries.shape[1])
+        entries[:, :shared] = self.entries[:, :shared]
+        return Layout(self.texts, entries)
+
+
+class Moves:
+    """What it takes to bring a layer from one layout to another that has its entries in the same order.
+
+    Args:
+        old: The one.
+        new: The other; without holes if any entry changes its column.
+
+    Attributes:
+        new: As given.
+        origins: For each new row its old one; -1: it joins.
+        used: The first new column behind all entries that were there before.
+        moved: int64 [2, entries], old rows and old columns of entries whose column changes.
+        to: int64 [entries], their new columns.
+    """
+
+    def __init__(self, old: Layout, new: Layout) -> None:
+        rows = {id(text): row for row, text in enumerate(old.texts)}
+        self.new = new
+        self.origins = [rows.get(id(text), -1) for text in new.texts]
+        kept = [row for row, origin in enumerate(self.origins) if origin >= 0]
+        width = max(old.entries.shape[1], new.entries.shape[1])
+        sources = old.within(width).entries[[self.origins[row] for row in kept]] != EMPTY
+        targets = new.within(width).entries[kept] != EMPTY
+        self.used = int(targets.any(0).nonzero()[0].max(initial=-1)) + 1
+        # Where they first differ; before it lies, in both, as much of every row.
+        differ = (sources != targets).any(0)
+        first = int(differ.argmax()) if differ.any() else width
+        found, columns = np.nonzero(sources[:, first:])
+        to = np.nonzero(targets[:, first:])[1]
+        moved = columns != to
+        self.moved = np.stack([np.array([self.origins[row] for row in kept], np.int64)[found[moved]], columns[moved]])
+        self.moved[1] += first
+        self.to = to[moved] + first
+        self._old = old
+        self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def columns(self, row: int) -> NDArray[np.int64]:
+        """The columns of all entries of an old row."""
+        columns: NDArray[np.int64] = np.nonzero(self._old.entries[row] != EMPTY)[0]
+        return columns
+
+    def indexes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Old rows, old columns and new columns of what moves, there."""
+        if device not in self._on:
+            rows, columns, to = torch.from_numpy(np.vstack([self.moved, self.to])).to(device)
+            self._on[device] = rows, columns, to
+        return self._on[device]

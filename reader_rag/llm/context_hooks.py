@@ -1,0 +1,166 @@
+"""How retrieved passages reach the draft index of `ReaderLLM`.
+
+LlamaIndex's synthesizers answer through the LLM's `predict` family and pass what was retrieved as the prompt
+argument `context_str` (`context_msg` when they refine). `ContextHooks` reads it there and makes the call on a
+light copy of the LLM that carries the text. A copy belongs to one call and to nobody else, so nothing has to
+be reset, and a generator that is read later, on another thread or in another task, still has its own text.
+(A `ContextVar` works too, but a generator leaks it into its consumer between two items.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
+
+from reader_rag.engine.outputs import Passage
+from reader_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llama_index.core.llms import CustomLLM
+    from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
+    from llama_index.core.types import TokenAsyncGen, TokenGen
+
+    _LLM = CustomLLM
+else:
+    # A plain class: LlamaIndex wraps methods of its own subclasses in tracing spans, and the methods that are
+    # overridden here already have one.
+    _LLM = object
+
+CONTEXT_ID = "context"
+"""`Passage.id` of the text that a synthesizer put into the prompt."""
+
+_CONTEXT_ARGUMENTS = ("context_str", "context_msg")
+
+OutputT = TypeVar("OutputT", bound=BaseModel)
+
+
+def passages_from(sources: Iterable[NodeWithScore | BaseNode | Passage | str]) -> tuple[Passage, ...]:
+    """Turn retrieved nodes or plain texts into passages, in their order.
+
+    Args:
+        sources: What a retriever returned (`NodeWithScore`), nodes, passages, or texts. A node keeps its `node_id`
+            and its text without metadata; the n-th source, if it is a plain text, is called `source-n`.
+
+    Returns:
+        The passages; sources without text are left out.
+
+    Raises:
+        ConfigError: A source is none of these, or one source was passed without a list around it.
+    """
+    if isinstance(sources, (str, BaseNode, NodeWithScore, Passage)):
+        raise ConfigError(f"sources must be a sequence, not one {type(sources).__name__}; put it into a list")
+    passages = (_passage_from(source, number) for number, source in enumerate(sources, start=1))
+    return tuple(passage for passage in passages if passage.text)
+
+
+def _passage_from(source: NodeWithScore | BaseNode | Passage | str, number: int) -> Passage:
+    if isinstance(source, Passage):
+        return source
+    if isinstance(source, str):
+        return Passage(id=f"source-{number}", text=source)
+    node = source.node if isinstance(source, NodeWithScore) else source
+    if not isinstance(node, BaseNode):
+        raise ConfigError(f"source {number} is a {type(node).__name__}; pass nodes, passages or strings")
+    return Passage(id=node.node_id, text=node.get_content(metadata_mode=MetadataMode.NONE))
+
+
+def context_passage(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Passage | None:
+    """The retrieved text that a prompt template is about to be filled with.
+
+    Args:
+        prompt: The template; what `partial_format` filled in before counts as well.
+        prompt_args: The arguments of this call.
+
+    Returns:
+        A passage called `context`, or None where the template is given no retrieved text.
+    """
+    arguments = {**prompt.kwargs, **prompt_args}
+    for name in _CONTEXT_ARGUMENTS:
+        text = arguments.get(name)
+        if isinstance(text, str) and text:
+            return Passage(id=CONTEXT_ID, text=text)
+    return None
+
+
+class ContextHooks(_LLM):
+    """The `predict` family of a LlamaIndex LLM, each method run on a copy that knows the call's retrieved text."""
+
+    def _with_context(self, passage: Passage | None) -> Self:
+        """A copy of this LLM for one call.
+
+        Args:
+            passage: The call's retrieved text; None if it has none.
+        """
+        raise NotImplementedError
+
+    def _for_call(self, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Self:
+        return self._with_context(context_passage(prompt, prompt_args))
+
+    def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """See `LLM.predict`."""
+        return super(ContextHooks, self._for_call(prompt, prompt_args)).predict(prompt, **prompt_args)
+
+    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """See `LLM.apredict`."""
+        return await super(ContextHooks, self._for_call(prompt, prompt_args)).apredict(prompt, **prompt_args)
+
+    def stream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenGen:
+        """See `LLM.stream`."""
+        return super(ContextHooks, self._for_call(prompt, prompt_args)).stream(prompt, **prompt_args)
+
+    async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
+        """See `LLM.astream`."""
+        return await super(ContextHooks, self._for_call(prompt, prompt_args)).astream(prompt, **prompt_args)
+
+    def structured_predict(
+        self,
+        output_cls: type[OutputT],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> OutputT:
+        """See `LLM.structured_predict`."""
+        output: OutputT = super(ContextHooks, self._for_call(prompt, prompt_args)).structured_predict(
+            output_cls, prompt, llm_kwargs, **prompt_args
+        )
+        return output
+
+    async def astructured_predict(
+        self,
+        output_cls: type[OutputT],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> OutputT:
+        """See `LLM.astructured_predict`."""
+        output: OutputT = await super(ContextHooks, self._for_call(prompt, prompt_args)).astructured_predict(
+            output_cls, prompt, llm_kwargs, **prompt_args
+        )
+        return output
+
+    def stream_structured_predict(
+        self,
+        output_cls: type[OutputT],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        """See `LLM.stream_structured_predict`."""
+        return super(ContextHooks, self._for_call(prompt, prompt_args)).stream_structured_predict(
+            output_cls, prompt, llm_kwargs, **prompt_args
+        )
+
+    async def astream_structured_predict(
+        self,
+        output_cls: type[OutputT],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """See `LLM.astream_structured_predict`."""
+        return await super(ContextHooks, self._for_call(prompt, prompt_args)).astream_structured_predict(
+            output_cls, prompt, llm_kwargs, **prompt_args
+        )

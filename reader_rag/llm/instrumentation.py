@@ -1,0 +1,173 @@
+"""What LlamaIndex's instrumentation is told of an answer: its figures and, for a stream, a span as long as the answer.
+
+LlamaIndex ends the span of a streaming call when the call returns, before there is any text, and handlers that export
+spans (OpenTelemetry) drop what is told of a span that has ended. So a stream that is read has a span of its own below
+that of its call. Both belong to the context of the call: a generator runs in that of whoever reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, closing
+from contextvars import copy_context
+from functools import wraps
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+from uuid import uuid4
+
+from llama_index_instrumentation import get_dispatcher
+from llama_index_instrumentation.base.event import BaseEvent
+from llama_index_instrumentation.dispatcher import active_instrument_tags
+from llama_index_instrumentation.events.span import SpanDropEvent
+from llama_index_instrumentation.span import active_span_id
+
+from reader_rag.draft.tree import SOURCES
+from reader_rag.engine.outputs import Generation
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+_SPAN = "ReaderLLM.answer"
+_NO_ARGUMENTS = inspect.signature(lambda: None).bind()
+
+_dispatcher = get_dispatcher(__name__)
+
+
+class ReaderAnswerEvent(BaseEvent):
+    """An answer of `ReaderLLM` is done. Counts and times as in `Stats`; no text, no token, no tenant.
+
+    Every field is a plain number or string, so that it reaches any exporter as it is.
+
+    Attributes:
+        call_span_id: Span of the call, that of LlamaIndex's own events; `span_id` is another for streams.
+        finish_reason: "stop" or "length".
+        accepted_context: Of `accepted`: copied from the prompt and the answer so far.
+        accepted_passage: Copied from a passage.
+        accepted_datastore: Copied from a text in the datastore.
+        accepted_successor: What the model itself said before.
+    """
+
+    call_span_id: str = ""
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+    accepted_context: int
+    accepted_passage: int
+    accepted_datastore: int
+    accepted_successor: int
+    tokens_per_step: float
+    tokens_per_s: float
+    queue_s: float
+    ttft_s: float
+    decode_s: float
+    draft_s: float
+    cache_bytes: int
+    reused_tokens: int
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name of the event in traces."""
+        return "ReaderAnswerEvent"
+
+    @classmethod
+    def of(cls, done: Generation, call_span_id: str | None) -> Self:
+        """The event of a finished answer.
+
+        Args:
+            done: The answer.
+            call_span_id: See the class.
+        """
+        figures = done.stats.to_dict()
+        by_source = figures.pop("accepted_by_source")
+        accepted = {f"accepted_{source}": by_source.get(source, 0) for source in SOURCES}
+        return cls(call_span_id=call_span_id or "", finish_reason=done.finish_reason, **accepted, **figures)
+
+
+def told(done: Generation) -> Generation:
+    """Tell of an answer, in the span of the call that is running.
+
+    Returns:
+        The answer.
+    """
+    _tell(done, active_span_id.get())
+    return done
+
+
+def _tell(done: Generation, call: str | None) -> None:
+    _dispatcher.event(ReaderAnswerEvent.of(done, call))
+
+
+class _Answer:
+    """The span of a stream, in a context of its own that is a copy of the call's; made while the call runs."""
+
+    def __init__(self) -> None:
+        self._context = copy_context()
+        self._call = active_span_id.get()
+        self._id = f"{_SPAN}-{uuid4()}"
+
+    def __enter__(self) -> Self:
+        self._context.run(self._begin)
+        return self
+
+    def _begin(self) -> None:
+        tags = active_instrument_tags.get()
+        _dispatcher.span_enter(self._id, _NO_ARGUMENTS, parent_id=self._call, tags=tags)
+        active_span_id.set(self._id)
+
+    def done(self, generation: Generation) -> None:
+        """Tell of the answer."""
+        self._context.run(_tell, generation, self._call)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._context.run(self._end, error)
+
+    def _end(self, error: BaseException | None) -> None:
+        # Whoever stops reading makes no error.
+        if error is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):
+            _dispatcher.span_exit(self._id, _NO_ARGUMENTS)
+        else:
+            _dispatcher.event(SpanDropEvent(span_id=self._id, err_str=str(error)))
+            _dispatcher.span_drop(self._id, _NO_ARGUMENTS, err=error)
+
+
+def traced(function: FunctionT) -> FunctionT:
+    """Give the responses that a function makes of a stream their span, and tell of the answer before the last one."""
+
+    def responses_of(stream: Any, responses: Generator[Any, None, None], span: _Answer) -> Generator[Any, None, None]:
+        with span, closing(responses):
+            for response in responses:
+                if response.raw is not None:
+                    span.done(stream.result)
+                yield response
+
+    @wraps(function)
+    def wrapper(stream: Any, respond: Any) -> Generator[Any, None, None]:
+        return responses_of(stream, function(stream, respond), _Answer())
+
+    return cast(FunctionT, wrapper)
+
+
+def atraced(method: FunctionT) -> FunctionT:
+    """`traced` for an async method."""
+
+    async def responses_of(
+        stream: Any, responses: AsyncGenerator[Any, None], span: _Answer
+    ) -> AsyncGenerator[Any, None]:
+        with span:
+            async with aclosing(responses):
+                async for response in responses:
+                    if response.raw is not None:
+                        span.done(stream.result)
+                    yield response
+
+    @wraps(method)
+    def wrapper(self: Any, stream: Any, respond: Any) -> AsyncGenerator[Any, None]:
+        return responses_of(stream, method(self, stream, respond), _Answer())
+
+    return cast(FunctionT, wrapper)

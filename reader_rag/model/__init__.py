@@ -1,0 +1,1 @@
+"""Loading a model and computing one forward pass of it."""

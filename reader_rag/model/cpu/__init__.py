@@ -1,0 +1,1 @@
+"""Forward passes in compiled loops on the CPU."""

@@ -1,0 +1,202 @@
+"""Plain decoding of models on which nothing can be verified, as `transformers`' `generate` does it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from reader_rag.draft.tree import DraftTree
+from reader_rag.model.cpu.forward import CpuForward
+from reader_rag.model.target import FixedShape, Reuse, SeenLogits, Step, context_window, last_of
+
+_STATES = ("past_key_values", "cache_params", "state")
+"""What models call that which they keep of a text: an output of one pass and an input of the next."""
+
+
+class PlainCache:
+    """What a model keeps of a text, in a form of its own; nothing of it can be taken back.
+
+    Args:
+        state: An empty one, where the model makes none by itself.
+
+    Attributes:
+        length: Committed positions.
+        state: The model's own, by the name of the input that takes it; empty where the model keeps nothing.
+        tokens: All tokens of the text, committed or just read.
+    """
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.length = 0
+        self.state: dict[str, Any] = state or {}
+        self.tokens: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum({id(tensor): tensor.nbytes for tensor in _tensors(self.state, set())}.values())
+
+    def keep(self, rows: list[int]) -> None:
+        """Commit what was read.
+
+        Args:
+            rows: All positions of the last forward pass.
+
+        Raises:
+            ValueError: Not all of them.
+        """
+        read = len(self.tokens) - self.length
+        if rows != list(range(read)):
+            raise ValueError(f"a state cannot be rewound: {rows} of {read} positions")
+        self.length += read
+
+    def release(self) -> None:
+        """Give back the state."""
+        self.state = {}
+        self.tokens = []
+        self.length = 0
+
+
+class PlainTarget:
+    """A model decoded one token at a time with what it keeps of the text itself; see `Target` for the interface.
+
+    A prompt is read at once, as `generate` does: few such models can go on with several tokens.
+
+    Args:
+        model: A causal language model of `transformers`, in eval mode.
+
+    Attributes:
+        cpu: None.
+        fixed: None.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config: Any = model.config.get_text_config(decoder=True)
+        self.cpu: CpuForward | None = None
+        self.fixed: FixedShape | None = None
+        self.pads = self.shares = False
+        self._parameters = frozenset(inspect.signature(model.forward).parameters)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs go."""
+        return self.model.device
+
+    @property
+    def context_window(self) -> int | None:
+        """Most positions the model was made for, or None if its configuration does not say."""
+        return context_window(self.config)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """None, ever."""
+        return 0, 0
+
+    def deepest(self, root: int) -> int | None:
+        """0: nothing can be drafted."""
+        return 0
+
+    def reuse(self, *, strict: bool) -> Reuse | None:
+        """None: what is kept of a text has no positions to be taken from it."""
+        return None
+
+    def new_cache(self, positions: int, max_nodes: int) -> PlainCache:
+        """An empty cache; it grows by itself."""
+        made: Any = self.model
+        name = next((name for name in _STATES[:2] if name in self._parameters), None)
+        if name is None or not made._supports_default_dynamic_cache():
+            return PlainCache()
+        return PlainCache({name: DynamicCache(config=self.config)})  # some fill it and do not hand it back
+
+    def cache_bytes(self, positions: int, max_nodes: int) -> int:
+        """0: what such a model keeps of a text does not grow with it, or not in a way that is known here."""
+        return 0
+
+    def prefill(self, token_ids: Sequence[int], cache: PlainCache, seen: SeenLogits | None = None) -> torch.Tensor:
+        """See `Target.prefill`."""
+        return last_of(self.read(token_ids, cache, seen))
+
+    def read(
+        self, token_ids: Sequence[int], cache: PlainCache, seen: SeenLogits | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Commit a prompt, at once.
+
+        Args:
+            token_ids: [length], at least one token.
+            cache: An empty one.
+            seen: Called once, with the logits after all tokens.
+
+        Yields:
+            Logits after the last token, [1, vocabulary].
+        """
+        with torch.inference_mode():
+            logits = self._read(token_ids, cache, last_only=seen is None)
+            cache.keep(list(range(len(token_ids))))
+            if seen is not None:
+                seen(0, logits)
+        yield logits[-1:]
+
+    @torch.inference_mode()
+    def verify(self, root: int, tree: DraftTree, cache: PlainCache) -> torch.Tensor:
+        """One step over the root; committed by `cache.keep([0])`.
+
+        Args:
+            root: The last emitted token.
+            tree: An empty one.
+            cache: The committed text.
+
+        Returns:
+            Logits [1, vocabulary].
+
+        Raises:
+            ValueError: Something was drafted.
+        """
+        if len(tree):
+            raise ValueError(f"{len(tree)} drafted tokens for a model that cannot verify any")
+        return self._read([root], cache, last_only=True)
+
+    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """See `Target.verify_batch`."""
+        return [self.verify(step.root, step.tree, step.cache) for step in steps]
+
+    def _read(self, token_ids: Sequence[int], cache: PlainCache, *, last_only: bool) -> torch.Tensor:
+        """Read tokens behind the committed ones; logits [tokens, vocabulary], or [1, vocabulary] of the last."""
+        cache.tokens.extend(int(token) for token in token_ids)
+        # A model that keeps nothing reads the whole text again.
+        start = cache.length if cache.state else 0
+        inputs: dict[str, Any] = {
+            "position_ids": torch.arange(start, len(cache.tokens), device=self.device)[None],
+            "use_cache": True,
+        }
+        if last_only:
+            inputs["logits_to_keep"] = 1
+        inputs = {name: value for name, value in inputs.items() if name in self._parameters}
+        output = self.model(torch.tensor([cache.tokens[start:]], device=self.device), **cache.state, **inputs)
+        for name in _STATES:
+            if name in self._parameters and output.get(name) is not None:
+                cache.state[name] = output[name]
+        logits: torch.Tensor = output.logits[0]
+        return logits[-1:] if last_only else logits
+
+
+def _tensors(value: Any, visited: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors in a model's own state, however it is made."""
+    if id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts: Any = ()
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    for part in parts:
+        yield from _tensors(part, visited)

@@ -1,0 +1,320 @@
+"""What a step costs by its positions and the text before it, measured, and the tree size that pays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reader_rag.draft.kernels import pool as kernels
+from reader_rag.draft.tree import DraftTree
+from reader_rag.model.target import AnyTarget
+
+_VERSION = 3
+"""Of the remembered file; raise it when a step computes otherwise than before."""
+_ROWS = (1, 8, 4, 16, 2, 32, 5, 9, 17, 64, 3, 12, 13, 24, 48, 128)
+"""Sizes that are timed, in this order: the first five say most. The odd ones stand where blocks of rows begin."""
+_CONTEXTS = (64, 1024)
+"""Committed positions that a step is timed behind; the longer only for a few sizes, `_FAR_ROWS`."""
+_FAR_ROWS = (1, 8, 32)
+_MOST_ROWS = 512
+"""Positions of a pass over several texts that a cost is known for, beyond what is measured in proportion."""
+_BUDGET_S, _LEAST_STEPS = 3.0, 5
+_ONCE = 2.5
+"""Sizes that take this many times as long as a plain step are timed once only."""
+_LOAD_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.02
+"""Weights of a step in how busy the machine is, which all sizes have in common, and in the cost of its own size."""
+_TRIED_WEIGHT = 0.25
+"""Weight in the cost of its own size of a step of a size that is only tried: there are few of them."""
+_WRONG_WEIGHT = 0.5
+"""Weight in the cost of its own size of a step that took less than half the time: it was measured in a bad moment."""
+_EXPLORE_EVERY, _EXPLORE_NODES = 48, 3
+"""After so many drafts in a row that did not pay a small one is tried all the same, so that a bad measurement is found
+out."""
+_WIDEN_EVERY = 32
+"""One draft in so many is verified to the next measured size, for the same reason."""
+_REST_AFTER, _DRAFT_EVERY = 16, 4
+"""After so many plain steps in a row, one step in so many makes a draft at all."""
+
+Float64 = NDArray[np.float64]
+
+
+class StepCosts:
+    """Seconds of a verify step, `T(rows, context)`: linear in the context, interpolated between measured rows.
+
+    Measured once on a few sizes, refined by every step that runs: how much slower the machine is as a whole, which
+    changes no decision, apart from what a size costs beside the others. A larger step is never taken to be cheaper
+    than a smaller one.
+
+    Args:
+        rows: Measured sizes, rising, the first 1. A size is the root and the drafted nodes.
+        base: Their seconds behind no text.
+        slope: Seconds that each position of the text before adds; None: nothing.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], base: Sequence[float] | Float64, slope: Sequence[float] | Float64 | None = None
+    ) -> None:
+        self._rows = np.array(rows, dtype=np.float64)
+        self._base = np.array(base, dtype=np.float64)
+        self._slope = np.zeros(len(rows)) if slope is None else np.array(slope, dtype=np.float64)
+        self._most_rows = max(int(self._rows[-1]), _MOST_ROWS)
+        self._load = 0.0
+        self._plain_in_a_row = self._drafts = 0
+        self._tries = False
+
+    @classmethod
+    def measure(cls, target: AnyTarget, max_nodes: int) -> StepCosts:
+        """Time steps of the target, for three seconds or five steps, whichever is longer.
+
+        The least time of a few rounds counts: on a shared machine the others tell of the neighbours.
+
+        Args:
+            target: The model.
+            max_nodes: Most nodes of a tree.
+        """
+        window = target.context_window or 1 << 20
+        max_nodes = max(min(max_nodes, window - 2), 0)
+        rows = sorted({*(r for r in _ROWS if r <= max_nodes), 1, max_nodes + 1})
+        near, far = (max(min(context, window - max_nodes - 1), 1) for context in _CONTEXTS)
+        order = sorted(rows, key=lambda r: _ROWS.index(r) if r in _ROWS else len(_ROWS))
+        plan = [(near, count) for count in order] + [(far, count) for count in order if count in _FAR_ROWS]
+        token = int(target.config.vocab_size) // 2
+        cache = target.new_cache(far, max_nodes)
+        target.prefill([token], cache)
+        target.verify(token, DraftTree.from_chain([token] * max_nodes), cache)  # first use of its kernels
+        best: dict[tuple[int, int], float] = {}
+        steps, started = 0, time.perf_counter()
+        while True:
+            for place in plan:
+                if steps >= _LEAST_STEPS and time.perf_counter() - started > _BUDGET_S:
+                    return cls._fitted(rows, near, far, best)
+                context, count = place
+                if best.get(place, 0.0) > _ONCE * best.get((near, 1), math.inf):
+                    continue
+                cache.pretend(context)
+                tree = DraftTree.from_chain([token] * (count - 1))
+                before = time.perf_counter()
+                target.verify(token, tree, cache).argmax(-1).tolist()
+                best[place] = min(best.get(place, math.inf), time.perf_counter() - before)
+                steps += 1
+
+    @classmethod
+    def _fitted(cls, rows: Sequence[int], near: int, far: int, best: Mapping[tuple[int, int], float]) -> StepCosts:
+        """From times by (context, rows); those that there was no time to measure lie between or beyond the others."""
+        at_near = {count: seconds for (context, count), seconds in sorted(best.items()) if context == near}
+        base = np.interp(rows, list(at_near), list(at_near.values()))
+        if rows[-1] > max(at_near):  # not measured: at worst in proportion
+            largest = max(at_near)
+            base = np.array(
+                [b if r <= largest else at_near[largest] * r / largest for r, b in zip(rows, base, strict=True)]
+            )
+        base = np.minimum.accumulate(base[::-1])[::-1]  # as in `seconds`
+        slope = np.zeros(len(rows))
+        gained = {
+            count: max(seconds - base[rows.index(count)], 0.0) / (far - near)
+            for (context, count), seconds in sorted(best.items())
+            if context == far != near
+        }
+        if gained:
+            slope = np.interp(rows, list(gained), list(gained.values()))
+        return cls(rows, base - np.minimum(slope * near, 0.5 * base), slope)
+
+    def seconds(self, context: int = 0) -> Float64:
+        """float64 [max rows], the time of steps of 1, 2, ... rows behind that many positions."""
+        known = np.empty(self._most_rows)
+        kernels.seconds(self._rows, self._base, self._slope, float(context), math.exp(self._load), known)
+        return known
+
+    def growth(self, texts: int) -> float:
+        """How many times as long a pass takes that has a drafted node for each of so many texts as one without."""
+        known = self.seconds()
+        return float(known[min(2 * texts, len(known)) - 1] / known[min(texts, len(known)) - 1])
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes of a tree that was measured."""
+        return int(self._rows[-1]) - 1
+
+    def observe(self, rows: int, context: int, seconds: float) -> None:
+        """Learn from a step that ran.
+
+        Args:
+            rows: Its positions.
+            context: Committed positions before it.
+            seconds: Its time. Ten times what was expected is the machine's doing, not the step's, and not learned.
+        """
+        if not 1 <= rows <= self._most_rows or seconds <= 0.0:
+            return
+        expected = float(self.seconds(context)[rows - 1])
+        error = math.log(seconds / expected)
+        if error > math.log(10):
+            return
+        self._load += _LOAD_WEIGHT * max(error, -1.0)
+        usual = _TRIED_WEIGHT if self._tries else _SHAPE_WEIGHT
+        self._tries = False
+        weight = _WRONG_WEIGHT if error < -math.log(2) else usual
+        right = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
+        left = max(right - 1, 0)
+        span = self._rows[right] - self._rows[left]
+        share = (rows - self._rows[left]) / span if span else 1.0
+        for at, part in ((right, share), (left, 1.0 - share)):
+            if part > 0.0:
+                factor = math.exp(weight * part * error)
+                self._base[at] *= factor
+                self._slope[at] *= factor
+
+    def best_sizes(
+        self,
+        trees: Sequence[DraftTree],
+        contexts: Sequence[int],
+        lucks: Sequence[float] | None = None,
+        *,
+        padded: bool = False,
+    ) -> list[int]:
+        """How many of each tree's nodes to verify in one pass over all.
+
+        The nodes of all trees are one pool, the most probable first, whosever they are. One scan finds the n that
+        maximises expected tokens per second, `(trees + sum of the first n path probabilities) / T(trees + n, context)`.
+        Nodes of a tree come in falling probability, so its part of the first n is the best tree of that size.
+
+        Args:
+            trees: What was drafted, for each text one; at least one.
+            contexts: Committed positions of each.
+            lucks: How much rarer than estimated drafts have lately been right (`TreeBuilder.luck`), for each token.
+            padded: Whether every text takes as many positions as the largest tree.
+
+        Returns:
+            For each 0..len(tree); 0: a plain step is faster.
+        """
+        texts = len(trees)
+        probabilities = np.concatenate([tree.probabilities for tree in trees])
+        depths = np.concatenate([tree.depths for tree in trees])
+        stops = np.cumsum([len(tree) for tree in trees])
+        owners = np.empty(len(depths), np.int32)
+        fortunes = np.ones(texts) if lucks is None else np.array(lucks)
+        times = self.seconds(sum(contexts) // texts)
+        # No least gain: costs are learned from the steps, so that what does not pay is found out.
+        size, most = kernels.rank(probabilities, depths, stops, fortunes, padded, times, 0.0, owners)
+        nodes = np.bincount(owners[: self._tried(size, most, texts)], minlength=texts)
+        if padded:
+            return [min(len(tree), int(nodes.max())) for tree in trees]
+        return [int(count) for count in nodes]
+
+    def _tried(self, size: int, most: int, texts: int) -> int:
+        """The nodes that are tried where `size` of at most `most` pay: now and then others."""
+        if size:
+            self._drafts += 1
+            self._plain_in_a_row = 0
+            self._tries = not self._drafts % _WIDEN_EVERY
+            if not self._tries:
+                return size
+            wider = int(np.searchsorted(self._rows, texts + size, side="right"))
+            return min(int(self._rows[wider]) - texts if wider < len(self._rows) else 2 * size, most)
+        self._plain_in_a_row += bool(most)
+        self._tries = self._plain_in_a_row > _EXPLORE_EVERY
+        if self._tries:
+            self._plain_in_a_row = 0
+            return min(most, _EXPLORE_NODES)
+        return size
+
+    def save(self, path: Path, key: dict[str, Any]) -> None:
+        """Remember the costs; nothing happens where the folder cannot be written."""
+        held = {"key": key, "rows": self._rows.tolist(), "base": self._base.tolist(), "slope": self._slope.tolist()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".costs-") as folder:
+                draft = Path(folder) / path.name
+                draft.write_text(json.dumps(held), encoding="utf-8")
+                draft.replace(path)
+        except OSError:
+            return
+
+    @classmethod
+    def load(cls, path: Path, key: dict[str, Any], max_nodes: int) -> StepCosts | None:
+        """What was remembered, or None if that is nothing, of something else, of fewer nodes, or damaged."""
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+            costs = cls([int(rows) for rows in held["rows"]], held["base"], held["slope"])
+            sound = bool((costs._base > 0).all() and (costs._slope >= 0).all() and (np.diff(costs._rows) > 0).all())
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            return None
+        return costs if sound and held["key"] == key and costs.max_nodes >= max_nodes else None
+
+
+class Rest:
+    """When a text goes without a draft: where none has paid for a while, most do.
+
+    Each text has its own: how fast its answer comes must not depend on what others' are like.
+    """
+
+    def __init__(self) -> None:
+        self._plain = 0
+
+    def due(self) -> bool:
+        """Whether the next step makes no draft."""
+        if self._plain < _REST_AFTER:
+            return False
+        self._plain += 1
+        return self._plain % _DRAFT_EVERY != 0
+
+    def drafted(self, verified: int, nodes: int) -> None:
+        """Note a step that made a draft.
+
+        Args:
+            verified: How many of its nodes paid.
+            nodes: How many there were.
+        """
+        if verified:
+            self._plain = 0
+        else:
+            self._plain += bool(nodes)
+
+
+def remembered(target: AnyTarget, max_nodes: int, folder: Path) -> StepCosts:
+    """The costs of a target: those of an earlier process on this device, or else measured now and remembered.
+
+    Args:
+        target: The model.
+        max_nodes: Most nodes of a tree.
+        folder: Where costs are kept.
+    """
+    key = _key(target)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"{name}.json"
+    window = target.context_window or 1 << 20
+    costs = StepCosts.load(path, key, min(max_nodes, window - 2))
+    if costs is None:
+        costs = StepCosts.measure(target, max_nodes)
+        costs.save(path, key)
+    return costs
+
+
+def _key(target: AnyTarget) -> dict[str, Any]:
+    """What the cost of a step depends on."""
+    device = target.device
+    return {
+        "version": _VERSION,
+        "model": target.config.to_dict().get("model_type", ""),
+        "shapes": hashlib.sha256(
+            repr([(name, tuple(p.shape)) for name, p in target.model.named_parameters()]).encode()
+        ).hexdigest()[:16],
+        "dtype": str(target.model.dtype),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} {platform.machine()}",
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "forward": "torch" if target.cpu is None else "compiled",
+        "torch": torch.__version__,
+    }

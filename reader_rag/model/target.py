@@ -1,0 +1,556 @@
+"""One forward pass of the target over a draft tree, on unpatched `transformers` models.
+
+On the CPU, models of a known shape are computed by `CpuForward` instead of their own `forward`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from reader_rag.config import Forward
+from reader_rag.draft.tree import DraftTree
+from reader_rag.errors import UnsupportedModelError
+from reader_rag.kv_cache.batch_cache import BatchCache
+from reader_rag.kv_cache.masks import attention_kinds, attention_masks
+from reader_rag.kv_cache.tree_cache import TreeCache
+from reader_rag.model.cpu.forward import CpuForward, Rows, head_width, slow_products
+
+PREFILL_CHUNK = 512
+"""Prompt tokens per forward pass; bounds what the attention mask and the activations of a long prompt take."""
+
+_REUSED = 64
+"""Positions that are reused together where any number of them may be."""
+
+SeenLogits = Callable[[int, torch.Tensor], None]
+"""Takes the position of a chunk's first token, and logits [chunk, vocabulary]."""
+
+
+class AnyTarget(Protocol):
+    """A model as a function from tokens to logits: a `Target`, or a `PlainTarget` where nothing can be verified.
+
+    Caches are those of its own `new_cache`.
+    """
+
+    model: PreTrainedModel
+    config: Any
+    cpu: CpuForward | None
+    fixed: FixedShape | None
+    pads: bool
+    """Whether a pass over several texts costs as many positions for each as its largest tree."""
+    shares: bool
+    """Whether several texts share a pass at all."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs go."""
+
+    @property
+    def context_window(self) -> int | None:
+        """Most positions the model was made for, or None if its configuration does not say."""
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """See `Target.moved`."""
+
+    def new_cache(self, positions: int, max_nodes: int) -> Any:
+        """See `Target.new_cache`."""
+
+    def cache_bytes(self, positions: int, max_nodes: int) -> int:
+        """See `Target.cache_bytes`."""
+
+    def prefill(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> torch.Tensor:
+        """See `Target.prefill`."""
+
+    def read(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> Iterator[torch.Tensor]:
+        """See `Target.read`."""
+
+    def verify(self, root: int, tree: DraftTree, cache: Any) -> torch.Tensor:
+        """See `Target.verify`."""
+
+    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """See `Target.verify_batch`."""
+
+    def deepest(self, root: int) -> int | None:
+        """See `Target.deepest`."""
+
+    def reuse(self, *, strict: bool) -> Reuse | None:
+        """See `Target.reuse`."""
+
+
+class AnyCache(Protocol):
+    """What a target keeps of a text."""
+
+    @property
+    def length(self) -> int:
+        """Committed positions."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Commit those positions of the last forward pass."""
+
+    def release(self) -> None:
+        """Give back all that is held, at once; the text is not decoded any further."""
+
+
+_MASKED_BACKENDS = {"sdpa": torch.bool, "eager": None}
+"""Attention backends that take a 4-D mask, and its dtype; None: the model's, added to the scores."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One text's part of a pass.
+
+    Attributes:
+        root: Its last accepted token; its keys are not in the cache yet.
+        tree: Candidate continuations.
+        cache: The committed text.
+    """
+
+    root: int
+    tree: DraftTree
+    cache: Any
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What of a text's keys and values may stand for those of another text that begins the same.
+
+    Attributes:
+        block: Positions that are reused together, from a multiple of that on.
+        answers: Whether an answer's are, as closely as is asked, those that reading it in a prompt gives.
+        before: Only those of texts whose prompt is no longer than that, and of positions before it; None: all.
+    """
+
+    block: int
+    answers: bool = True
+    before: int | None = None
+
+    def positions(self, prompt: int, committed: int) -> int:
+        """How many positions of a text, from its first on, other texts may have, or it may have from others.
+
+        Args:
+            prompt: Tokens of its prompt.
+            committed: Tokens of it that were read, those of the answer included.
+        """
+        if self.before is not None:
+            committed = min(committed, self.before) if prompt <= self.before else 0
+        return committed if self.answers else min(committed, prompt)
+
+
+@dataclass(frozen=True)
+class FixedShape:
+    """Shapes that do not depend on what was drafted, so that rounding does not either.
+
+    Every pass has `width` positions, padded; attention runs over a number of positions that grows by `bucket` and
+    depends on the root's position alone.
+
+    Attributes:
+        width: Positions of a pass: the root and up to `width - 1` drafted ones.
+        bucket: Step in which the attended positions grow.
+    """
+
+    width: int = 16
+    bucket: int = 256
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, width: int | None = None) -> FixedShape:
+        """The shape for a model where it lies.
+
+        Args:
+            model: The model.
+            width: Positions of a pass; None takes what pays on the kind of device (docs/exactness.md). It is never
+                measured, so that a machine always rounds the same way.
+        """
+        if width is None:
+            width = cls.width
+            if model.device.type == "cpu":
+                width = 8 if model.dtype == torch.float32 or not slow_products() else 4
+        return cls(width)
+
+    def shown(self, root: int) -> int:
+        """Positions attended to when the root stands at `root`."""
+        return -(-(root + self.width) // self.bucket) * self.bucket
+
+    def longest_chain(self, root: int) -> int:
+        """Most drafted tokens whose positions plain decoding attends to in the same shape."""
+        return min(self.width - 1, self.shown(root) - self.width - root)
+
+
+class Target:
+    """The target model as a function from tokens to logits.
+
+    Args:
+        model: A causal language model of `transformers`, in eval mode.
+        fixed: Shapes to keep to; None lets every pass have the shape it needs.
+        forward: "auto" computes models that `CpuForward` knows with it; "torch" always calls the model itself.
+        branches: False verifies chains alone, under the model's own causal mask.
+
+    Attributes:
+        cpu: The model in compiled loops, or None where its own `forward` is called.
+        fixed: As given; None with `cpu`, whose rows are independent of each other in any shape.
+
+    Raises:
+        UnsupportedModelError: The model keeps state that cannot be rewound, or its attention takes no tree mask.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        fixed: FixedShape | None = None,
+        forward: Forward = "auto",
+        *,
+        branches: bool = True,
+    ) -> None:
+        self.model = model
+        self.cpu = CpuForward.of(model) if forward == "auto" else None
+        self.fixed = None if self.cpu is not None else fixed
+        self.config: Any = model.config.get_text_config(decoder=True)
+        kind = getattr(self.config, "model_type", type(model).__name__)
+        if keeps_state(model):
+            raise UnsupportedModelError(f"{kind} models keep a state that cannot be rewound")
+        self._branches = branches
+        self.pads = self.cpu is None and branches and self.fixed is None
+        self.shares = self.pads or self.cpu is not None
+        if branches:
+            if not takes_masks(model):
+                raise UnsupportedModelError(f"the attention backend {attention_of(model)!r} takes no tree mask")
+            self._mask_dtype = _MASKED_BACKENDS[attention_of(model)] or model.dtype
+            self._kinds = attention_kinds(self.config)
+            self._narrowest = min((span for span in self._kinds.values() if span), default=None)
+        parameters = inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        # What computes the states of all tokens, and what makes logits of them; some models do not name the first.
+        inner = (model.get_decoder(), model.base_model, getattr(model, "model", None))
+        self._decoder = next((part for part in inner if part is not None and part is not model), None)
+        self._head = model.get_output_embeddings()
+        self._takes_positions = "position_ids" in parameters or branches
+        self._switch = _switch_of_rotation(self.config)
+        self._position_bytes = _position_bytes(self.config, model.dtype)
+        self._batch = BatchCache(self.config.num_hidden_layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs go."""
+        return self.model.device
+
+    @property
+    def context_window(self) -> int | None:
+        """Most positions the model was made for, or None if its configuration does not say."""
+        return context_window(self.config)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """How often keys and values of a batch were rearranged so far, and the bytes moved for whatever reason."""
+        return self._batch.rearrangements, self._batch.bytes_moved
+
+    def deepest(self, root: int) -> int | None:
+        """Longest path that may be drafted when the root stands at `root`; None: any.
+
+        Some rotary encodings turn by other angles from a position on, and a pass that reaches it does so for all its
+        rows. In fixed shapes, plain decoding must attend to all of a chain's positions in the same shape.
+        """
+        if self.fixed is not None:
+            return self.fixed.longest_chain(root)
+        if self._switch is not None and root < self._switch:
+            return self._switch - root - 1
+        return None
+
+    def reuse(self, *, strict: bool) -> Reuse | None:
+        """What may be reused for texts that begin the same; None: nothing.
+
+        In the compiled loops a row has the same bits in whatever chunk it is read, or verified. PyTorch's rounding
+        goes by the shape of a pass, so that there only whole chunks of a prompt keep the bits: what follows them is
+        then read in the chunks that it would be read in anyhow. That is held to in strict mode, and in 16 bits
+        wherever the loops decode, because there drafted and plain answers are the same in fast mode too.
+
+        Args:
+            strict: Whether no bit may differ.
+        """
+        if any(hasattr(module, "merged_adapters") for module in self.model.modules()):
+            return None  # an adapter may be exchanged at any time, and what it made of a text is another's no more
+        if self.cpu is not None and self.cpu.prefills_faster:
+            return Reuse(self.cpu.chunk, before=self._switch)
+        if strict or (self.cpu is not None and self.cpu.dtype != torch.float32):
+            return Reuse(PREFILL_CHUNK, answers=False, before=self._switch)
+        return Reuse(_REUSED, before=self._switch)
+
+    def new_cache(self, positions: int, max_nodes: int) -> TreeCache:
+        """A cache for `positions` committed positions and a tree of `max_nodes` behind them."""
+        capacity = self._capacity(positions, max_nodes)
+        if self.cpu is not None:
+            return TreeCache.in_one_piece(self.cpu.layers, capacity, self.cpu.heads, self.cpu.width, self.cpu.dtype)
+        return TreeCache(self.config.num_hidden_layers, capacity)
+
+    def cache_bytes(self, positions: int, max_nodes: int) -> int:
+        """Bytes that a cache of `new_cache` takes; as the configuration says until a first text was read."""
+        return self._capacity(positions, max_nodes) * self._position_bytes
+
+    def _capacity(self, positions: int, max_nodes: int) -> int:
+        return positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
+
+    def prefill(self, token_ids: Sequence[int], cache: TreeCache, seen: SeenLogits | None = None) -> torch.Tensor:
+        """Commit a prompt; all chunks of `read`, whose arguments these are.
+
+        Returns:
+            Logits after the last token, [1, vocabulary].
+        """
+        return last_of(self.read(token_ids, cache, seen))
+
+    def read(
+        self, token_ids: Sequence[int], cache: TreeCache, seen: SeenLogits | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Commit a prompt chunk by chunk, one with each step of the iterator.
+
+        Args:
+            token_ids: [length], at least one token.
+            cache: Extended by `length` positions; of a text that was not decoded together with others yet.
+            seen: Called for each chunk, with logits after all its tokens that rank the next ones right (a model may
+                scale or cap them still); not called on a model that gives no more than its last logits. The logits
+                returned are computed as they are without it, to the last bit.
+
+        Yields:
+            Logits after the last token of a chunk, [1, vocabulary].
+
+        Raises:
+            ValueError: The text lies among others already.
+        """
+        if cache.home is not None:
+            raise ValueError("a text that is decoded together with others reads no more prompt")
+        tokens = np.array(token_ids, np.int64)
+        size = PREFILL_CHUNK
+        # One pass over a text that reaches the switch turns all of it by the angles behind it, as a chunk does not.
+        if self._switch is not None and cache.length < self._switch < cache.length + len(tokens):
+            size = len(tokens)
+        if self.cpu is not None and self.cpu.prefills_faster:
+            size = self.cpu.chunk
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
+            yield self._read_chunk(chunk, cache, None if seen is None else partial(seen, start))
+
+    @torch.inference_mode()
+    def _read_chunk(
+        self, tokens: NDArray[np.int64], cache: TreeCache, seen: Callable[[torch.Tensor], None] | None
+    ) -> torch.Tensor:
+        if self.cpu is not None and self.cpu.prefills_faster:
+            (logits,) = self.cpu([Rows.of_text(tokens, cache, len(tokens) - 1 if seen is None else 0)])
+            cache.keep(list(range(len(tokens))))
+            if seen is not None:
+                seen(logits)
+            return logits[-1:]
+        cache.show(None)
+        positions = np.arange(cache.length, cache.length + len(tokens))
+        states: list[torch.Tensor] = []
+        with _outputs(self._decoder if seen is not None and self._last_only else None, states):
+            logits = self._forward(tokens[None], positions[None], cache, **self._last_only)
+        cache.keep(list(range(len(tokens))))
+        self._position_bytes = cache.nbytes // cache.capacity
+        if seen is not None and states:
+            seen(self._head(states[0][0]))
+        elif seen is not None and not self._last_only:
+            seen(logits[0])
+        return logits[0, -1:]
+
+    @torch.inference_mode()
+    def verify(self, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
+        """One forward pass over the root and a draft tree. What it wrote is committed by `cache.keep`.
+
+        Args:
+            root: The last accepted token; its keys are not in the cache yet.
+            tree: Candidate continuations, no deeper than `deepest`; a chain where shapes are fixed or the model takes
+                no tree mask.
+            cache: The committed text.
+
+        Returns:
+            Logits [1 + nodes, vocabulary], after the root and after each node.
+        """
+        if self.cpu is not None:
+            return self.cpu([Rows.of_tree(root, tree, cache)])[0]
+        if cache.home is not None:
+            return self._verify_together([Step(root, tree, cache)])[0]
+        rows = len(tree) + 1
+        shown, width = cache.length + rows, rows
+        if self.fixed is not None:
+            shown, width = self.fixed.shown(cache.length), self.fixed.width
+            cache.show(shown)
+        tokens, depths, visible = _padded(root, tree, width)
+        positions = depths + cache.length
+        mask = None
+        if self._branches and (rows > 1 or self.fixed is not None or self._is_windowed(cache.length)):
+            keys = np.arange(shown, dtype=np.int32)
+            keys[cache.length :] = -1
+            mask = self._masks(visible[None], positions[None], keys[None], np.array([cache.length]))
+        return self._forward(tokens[None], positions[None], cache, attention_mask=mask)[0, :rows]
+
+    @torch.inference_mode()
+    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """Verify the drafts of several texts, in one pass where the model can.
+
+        Args:
+            steps: Each with a cache of its own; see `verify`.
+
+        Returns:
+            For each what `verify` returns.
+        """
+        if self.cpu is not None:
+            return self.cpu([Rows.of_tree(step.root, step.tree, step.cache) for step in steps])
+        if not self.pads or len(steps) == 1:
+            return [self.verify(step.root, step.tree, step.cache) for step in steps]
+        if self._switch is None:
+            return self._verify_together(steps)
+        # A text behind the switch would turn those before it by its angles.
+        logits: dict[int, torch.Tensor] = {}
+        for behind in (False, True):
+            group = [n for n, step in enumerate(steps) if (step.cache.length >= self._switch) == behind]
+            if group:
+                logits |= zip(group, self._verify_together([steps[n] for n in group]), strict=True)
+        return [logits[n] for n in range(len(steps))]
+
+    def _verify_together(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """`verify_batch` in one padded pass; the texts join the batch and stay there until they are released."""
+        widths = [len(step.tree) + 1 for step in steps]
+        with self._batch.pass_over([step.cache for step in steps], widths) as now:
+            ordered = [steps[n] for n in now.order]
+            parts = zip(*(_padded(step.root, step.tree, now.width) for step in ordered), strict=True)
+            tokens, depths, visible = (np.stack(part) for part in parts)
+            positions = depths + np.array([[step.cache.length] for step in ordered])
+            mask = self._masks(visible, positions, now.keys, now.starts)
+            logits = self._forward(tokens, positions, self._batch, attention_mask=mask)
+        return [logits[row, : widths[n]] for n, row in enumerate(np.argsort(now.order))]
+
+    def _is_windowed(self, root: int) -> bool:
+        """Whether a layer does not show all of the text to a root there.
+
+        Some models leave that to their own cache, which forgets, and have no such mask of their own.
+        """
+        return self._narrowest is not None and root >= self._narrowest
+
+    def _forward(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        cache: TreeCache | BatchCache,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        """The model's own pass.
+
+        Args:
+            tokens: [texts, rows].
+            positions: [texts, rows].
+            cache: Of the texts.
+            inputs: What else the model takes.
+
+        Returns:
+            Logits [texts, rows or fewer, vocabulary].
+        """
+        if self._takes_positions:
+            inputs["position_ids"] = torch.from_numpy(positions).to(self.device)
+        ids = torch.from_numpy(tokens).to(self.device)
+        logits: torch.Tensor = self.model(ids, past_key_values=cache, use_cache=True, **inputs).logits
+        return logits
+
+    def _masks(
+        self,
+        visible: NDArray[np.bool_],
+        queries: NDArray[np.int64],
+        keys: NDArray[np.int32],
+        starts: NDArray[np.int64],
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Masks [texts, 1, rows, shown] of the model's attention kinds; one mask if there is only one kind.
+
+        See `attention_masks`.
+        """
+        allowed = attention_masks(self._kinds, visible, queries, keys, starts, self.device)
+        masks = {kind: self._to_backend(mask) for kind, mask in allowed.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _to_backend(self, mask: torch.Tensor) -> torch.Tensor:
+        if self._mask_dtype == torch.bool:
+            return mask
+        least = torch.finfo(self._mask_dtype).min
+        return torch.zeros(mask.shape, dtype=self._mask_dtype, device=self.device).masked_fill(~mask, least)
+
+
+def last_of(logits: Iterator[torch.Tensor]) -> torch.Tensor:
+    """The last logits of a prompt that is read to its end."""
+    last = torch.empty(0)
+    for last in logits:  # noqa: B007
+        pass
+    return last
+
+
+def _padded(root: int, tree: DraftTree, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Tokens [width], depths [width] and who sees whom [width, width] of a root and a tree, padded.
+
+    A padding row repeats the root's token, sees itself, and is seen by nobody else.
+    """
+    rows = len(tree) + 1
+    tokens, depths = np.full(width, root, np.int64), np.zeros(width, np.int64)
+    tokens[1:rows], depths[1:rows] = tree.tokens, tree.depths
+    visible = np.eye(width, dtype=np.bool_)
+    visible[:rows, :rows] = tree.ancestor_mask
+    return tokens, depths, visible
+
+
+@contextmanager
+def _outputs(module: torch.nn.Module | None, outputs: list[torch.Tensor]) -> Iterator[None]:
+    """Adds what `module` returns (the first of it) to `outputs` meanwhile."""
+    if module is None:
+        yield
+        return
+    hook = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output[0]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def keeps_state(model: PreTrainedModel) -> bool:
+    """Whether the model says of itself that it keeps a state which cannot be rewound."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return bool(getattr(model, "_is_stateful", False)) or not hasattr(config, "num_hidden_layers")
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The name of the model's attention backend."""
+    return str(getattr(model.config, "_attn_implementation", "eager"))
+
+
+def takes_masks(model: PreTrainedModel) -> bool:
+    """Whether the model's attention backend takes a 4-D mask."""
+    return attention_of(model) in _MASKED_BACKENDS
+
+
+def context_window(config: Any) -> int | None:
+    """Most positions that a configuration names, or None."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _position_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one position in all layers, by what configurations usually say of them."""
+    key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
+    return int(2 * config.num_hidden_layers * key_heads * head_width(config) * dtype.itemsize)
+
+
+def _switch_of_rotation(config: Any) -> int | None:
+    """The position from which on "longrope" turns by other angles; None for other encodings."""
+    rotation: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = [rotation] if "rope_type" in rotation else [kind for kind in rotation.values() if isinstance(kind, dict)]
+    switches = [int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(switches, default=None)

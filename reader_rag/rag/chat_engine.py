@@ -1,0 +1,170 @@
+"""The chat engine: LlamaIndex's `ContextChatEngine`, mended where streams and histories go wrong in it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, closing
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.chat_engine import ContextChatEngine
+from llama_index.core.chat_engine.types import StreamingAgentChatResponse
+from llama_index.core.prompts import ChatPromptTemplate
+from llama_index.core.schema import NodeWithScore
+from llama_index.core.tools import ToolOutput
+
+from reader_rag.rag.surroundings import Surroundings
+from reader_rag.rag.synthesis import GroundedSynthesizer, make_synthesizer
+
+
+class ChatStream(StreamingAgentChatResponse):
+    """A streamed answer that ends its generation when the consumer closes `response_gen`, or lets it go."""
+
+    @property
+    def response_gen(self) -> Generator[str, None, None]:
+        """The answer's text, piece by piece; can be read once."""
+        assert self.chat_stream is not None
+        with closing(self.chat_stream) as stream:
+            for part in stream:
+                self.unformatted_response += part.delta or ""
+                yield part.delta or ""
+        self.response = self.unformatted_response.strip()
+
+    async def async_response_gen(self) -> AsyncGenerator[str, None]:
+        """The answer's text, piece by piece; can be read once."""
+        assert self.achat_stream is not None
+        async with aclosing(self.achat_stream) as stream:
+            async for part in stream:
+                self.unformatted_response += part.delta or ""
+                yield part.delta or ""
+        self.response = self.unformatted_response.strip()
+
+
+class GroundedChatEngine(ContextChatEngine):
+    """Answers each message from the passages retrieved for it.
+
+    It differs from its base in this:
+        - Prompts are measured with the LLM's own tokenizer, and nothing retrieved is said plainly.
+        - Text in braces in earlier messages stays text; the base takes it for a template variable.
+        - Streams come straight from the LLM: the base polls a queue in a busy loop, taking a core from the model, and
+          generates on after the consumer has gone. Here closing the stream ends the generation; what was said until
+          then goes to the history. A stream that fails, or is never read, leaves the history as it was.
+        - What stands around the passages in their documents is searched for drafts.
+
+    Args:
+        surroundings: Finds that text; None searches the passages alone.
+        settings: See the base.
+    """
+
+    def __init__(self, *, surroundings: Surroundings | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._surroundings = surroundings
+
+    def stream_chat(
+        self,
+        message: str,
+        chat_history: list[ChatMessage] | None = None,
+        prev_chunks: list[NodeWithScore] | None = None,
+    ) -> ChatStream:
+        """Answer a message; read `response_gen` of what is returned.
+
+        Args:
+            message: The user's message.
+            chat_history: Takes the place of the history kept so far.
+            prev_chunks: Passages to use if none is found for this message.
+
+        Raises:
+            PromptError: The message is empty, or too long for the model's context.
+        """
+        if chat_history is not None:
+            self._memory.set(chat_history)
+        nodes = self._get_nodes(message) or prev_chunks or []
+        synthesizer = self._get_response_synthesizer(self._memory.get(input=message), streaming=True)
+        response = synthesizer.synthesize(message, nodes)
+        assert isinstance(response, StreamingResponse)
+
+        def stream() -> Generator[ChatResponse, None, None]:
+            text = ""
+            try:
+                for delta in response.response_gen:
+                    text += delta
+                    yield ChatResponse(message=_said(MessageRole.ASSISTANT, text), delta=delta)
+            except (GeneratorExit, KeyboardInterrupt):
+                response.response_gen.close()
+                self._memory.put_messages(_exchange(message, text))
+                raise
+            self._memory.put_messages(_exchange(message, text))
+
+        return ChatStream(
+            chat_stream=stream(), sources=_sources(message, nodes), source_nodes=nodes, is_writing_to_memory=False
+        )
+
+    async def astream_chat(
+        self,
+        message: str,
+        chat_history: list[ChatMessage] | None = None,
+        prev_chunks: list[NodeWithScore] | None = None,
+    ) -> ChatStream:
+        """As `stream_chat`; read `async_response_gen()` of what is returned."""
+        if chat_history is not None:
+            await self._memory.aset(chat_history)
+        nodes = await self._aget_nodes(message) or prev_chunks or []
+        synthesizer = self._get_response_synthesizer(await self._memory.aget(input=message), streaming=True)
+        response = await synthesizer.asynthesize(message, nodes)
+        assert isinstance(response, AsyncStreamingResponse)
+
+        async def stream() -> AsyncGenerator[ChatResponse, None]:
+            text = ""
+            deltas = response.async_response_gen()
+            try:
+                async for delta in deltas:
+                    text += delta
+                    yield ChatResponse(message=_said(MessageRole.ASSISTANT, text), delta=delta)
+            except GeneratorExit:
+                await deltas.aclose()
+                await self._memory.aput_messages(_exchange(message, text))
+                raise
+            await self._memory.aput_messages(_exchange(message, text))
+
+        return ChatStream(
+            achat_stream=stream(), sources=_sources(message, nodes), source_nodes=nodes, is_writing_to_memory=False
+        )
+
+    def _get_response_synthesizer(
+        self, chat_history: list[ChatMessage], streaming: bool = False
+    ) -> GroundedSynthesizer:
+        prefix = list(self._prefix_messages)
+        system = str(prefix.pop(0).content) if prefix and prefix[0].role == MessageRole.SYSTEM else ""
+        said = [*prefix, *chat_history]
+        # Earlier messages go in as values, not as parts of the template, so that braces in them mean nothing.
+        values: dict[str, Any] = {f"said_{i}": message.content or "" for i, message in enumerate(said)}
+        values["system_text"] = system
+
+        def template(context: str) -> ChatPromptTemplate:
+            messages = [
+                _said(self._llm.metadata.system_role, context + "{system_text}"),
+                *(_said(message.role, f"{{said_{i}}}") for i, message in enumerate(said)),
+                _said(MessageRole.USER, "{query_str}"),
+            ]
+            return ChatPromptTemplate(messages, **values)
+
+        return make_synthesizer(
+            self._llm,
+            template(self._context_template.get_template()),
+            template(self._context_refine_template.get_template()),
+            streaming=streaming,
+            surroundings=self._surroundings,
+        )
+
+
+def _said(role: MessageRole, text: str) -> ChatMessage:
+    return ChatMessage(content=text, role=role)
+
+
+def _exchange(question: str, answer: str) -> list[ChatMessage]:
+    return [_said(MessageRole.USER, question), _said(MessageRole.ASSISTANT, answer.strip())]
+
+
+def _sources(message: str, nodes: list[NodeWithScore]) -> list[ToolOutput]:
+    return [ToolOutput(tool_name="retriever", content=str(nodes), raw_input={"message": message}, raw_output=nodes)]

@@ -1,0 +1,1 @@
+"""From logits to tokens: processors, samplers, grammars, and which drafted tokens are accepted."""

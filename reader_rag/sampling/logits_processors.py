@@ -1,0 +1,215 @@
+"""What changes a token's scores before it is chosen, by the processors of `transformers` and two of OpenAI's."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from reader_rag.config import GenerationConfig
+from reader_rag.errors import ConfigError
+from reader_rag.sampling.sampler import Processor
+
+
+class TopP(LogitsProcessor):
+    """`TopPLogitsWarper` of `transformers`, to the last bit, and faster on the CPU.
+
+    Theirs sorts all scores with their places, which takes a good part of a small model's step. Which scores are too low
+    is known of the sorted values alone.
+
+    Args:
+        top_p: Sum that the probabilities of the tokens that stay must reach, in 0..1.
+    """
+
+    def __init__(self, top_p: float) -> None:
+        self.top_p = top_p
+        self._theirs: Processor = TopPLogitsWarper(top_p)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `Processor`."""
+        if scores.device.type != "cpu" or scores.dtype != torch.float32 or len(scores) != 1:
+            return self._theirs(input_ids, scores)
+        values = torch.from_numpy(np.sort(scores.detach().numpy()))
+        if values[0, -1].isnan():
+            return self._theirs(input_ids, scores)
+        # Computed as they do: the last digits decide which token is the last to stay.
+        too_low = values.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
+        count = min(int(too_low.sum()), len(values[0]) - 1)
+        removed = scores < values[0, count]
+        if int(removed.sum()) != count:  # which of equal scores go is decided by their order in their sort
+            return self._theirs(input_ids, scores)
+        return scores.masked_fill(removed, -torch.inf)
+
+
+class OpenAIPenalties(LogitsProcessor):
+    """`logit -= frequency * count + presence * (count > 0)`, counting the answer's tokens, not the prompt's.
+
+    The formula of OpenAI's API reference ("Frequency and presence penalties").
+
+    Args:
+        presence: -2 to 2.
+        frequency: -2 to 2.
+        prompt_tokens: Tokens before the answer.
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt_tokens: int) -> None:
+        self._presence = presence
+        self._frequency = frequency
+        self._prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `Processor`."""
+        answer = input_ids[:, self._prompt_tokens :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+def make_processors(
+    generation: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_tokens: int,
+    eos_ids: Sequence[int],
+    device: torch.device,
+    given: Sequence[Processor] = (),
+    last: Sequence[Processor] = (),
+) -> list[Processor]:
+    """Everything that changes the scores of one answer, in the order of `transformers`' `generate`.
+
+    Args:
+        generation: The settings.
+        tokenizer: Turns `bad_words` into tokens.
+        prompt_tokens: Tokens of the prompt.
+        eos_ids: Tokens that end an answer.
+        device: Of the scores.
+        given: The caller's own processors; they come after penalties and bans and before temperature and the like.
+        last: Constraints that nothing may undo; they come right after `given`.
+    """
+    g = generation
+    made: list[Any] = []
+    if g.repetition_penalty != 1.0:
+        made.append(RepetitionPenaltyLogitsProcessor(g.repetition_penalty))
+    if g.presence_penalty or g.frequency_penalty:
+        made.append(OpenAIPenalties(g.presence_penalty, g.frequency_penalty, prompt_tokens))
+    if g.no_repeat_ngram:
+        made.append(NoRepeatNGramLogitsProcessor(g.no_repeat_ngram))
+    if g.bad_words:
+        made.append(NoBadWordsLogitsProcessor(_bad_words(g.bad_words, tokenizer), list(eos_ids) or None))
+    if g.min_tokens and eos_ids:
+        ends = torch.tensor(list(eos_ids), device=device)
+        made.append(MinNewTokensLengthLogitsProcessor(prompt_tokens, g.min_tokens, ends, device=str(device)))
+    if g.suppress_tokens:
+        made.append(SuppressTokensLogitsProcessor(list(g.suppress_tokens), device=str(device)))
+    made += given
+    made += last
+    if g.temperature > 0.0:
+        made += _warpers(g)
+    return made
+
+
+def _warpers(g: GenerationConfig) -> list[Any]:
+    warpers: list[Any] = []
+    if g.temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(g.temperature))
+    if g.top_k:
+        warpers.append(TopKLogitsWarper(g.top_k))
+    if g.top_p < 1.0:
+        warpers.append(TopP(g.top_p))
+    if g.min_p:
+        warpers.append(MinPLogitsWarper(g.min_p))
+    if g.typical_p < 1.0:
+        warpers.append(TypicalLogitsWarper(g.typical_p))
+    return warpers
+
+
+def _bad_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokens of each word, at the beginning of a text and behind a space."""
+    spelled = []
+    for word in words:
+        for text in (word, f" {word}"):
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if not tokens:
+                raise ConfigError(f"the bad word {word!r} has no tokens in this model's vocabulary")
+            if tokens not in spelled:
+                spelled.append(tokens)
+    return spelled
+
+
+def private(processors: Sequence[Any], criteria: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Copies for one answer, so that what a processor remembers of one answer never reaches another.
+
+    What several of them share they share as copies too. Models and tokenizers are not copied, nor can plain functions
+    be: what these remember is their caller's.
+
+    Args:
+        processors: Logits processors.
+        criteria: Stopping criteria.
+
+    Raises:
+        ConfigError: One of them cannot be called with token ids and scores, or cannot be copied.
+    """
+    given = list(_listed(processors, "logits_processor")), list(_listed(criteria, "stopping_criteria"))
+    memo: dict[int, Any] = {}
+    _find_shared(given, memo, set())
+    try:
+        copied: tuple[list[Any], list[Any]] = copy.deepcopy(given, memo)
+    except Exception as cause:
+        raise ConfigError(
+            "a logits processor or a stopping criterion cannot be copied, and what it remembers of one answer must not "
+            f"reach another; give it a __deepcopy__ ({cause})"
+        ) from cause
+    return copied
+
+
+def _listed(objects: Any, kind: str) -> Sequence[Any]:
+    if not isinstance(objects, (list, tuple)):
+        raise ConfigError(f"{kind} must be a list, not {type(objects).__name__}")
+    for held in objects:
+        if isinstance(held, type) or not callable(held):
+            raise ConfigError(f"{kind} must be callable with token ids and scores; {held!r} is not")
+        try:
+            inspect.signature(held).bind(None, None)
+        except TypeError as cause:
+            raise ConfigError(f"{kind}: {held!r} must be callable with token ids and scores ({cause})") from cause
+        except ValueError:  # a builtin that does not say what it takes
+            continue
+    return objects
+
+
+def _find_shared(held: Any, memo: dict[int, Any], visited: set[int]) -> None:
+    """Put models and tokenizers that `held` refers to, however deep, into the memo of a copy: they stay themselves."""
+    if id(held) in visited or isinstance(held, (str, bytes, int, float, torch.Tensor)):
+        return
+    visited.add(id(held))
+    if isinstance(held, (PreTrainedModel, PreTrainedTokenizerBase)):
+        memo[id(held)] = held
+        return
+    if isinstance(held, Mapping):
+        parts: Iterable[Any] = held.values()
+    elif isinstance(held, (list, tuple, set, frozenset)):
+        parts = held
+    elif inspect.ismethod(held):
+        parts = (held.__self__,)
+    else:
+        parts = () if isinstance(held, type) else getattr(held, "__dict__", {}).values()
+    for part in parts:
+        _find_shared(part, memo, visited)

@@ -1,0 +1,139 @@
+"""The target's best next tokens at every row of a pass: what the successor table learns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from reader_rag.draft.successor_table import BEST
+
+_BLOCK = 64
+_ROWS_TOGETHER = 512
+"""Rows of several passes that are copied into one, so that one call ranks them all."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What is asked of the logits of every pass.
+
+    Attributes:
+        highest: [rows], the most probable token of each; of equal ones, the first.
+        best: int32 [rows, BEST], see `best_tokens`; None: not asked for.
+    """
+
+    highest: list[int]
+    best: NDArray[np.int32] | None
+
+
+def fetch(passes: Sequence[torch.Tensor], *, learns: bool) -> list[Fetched | None]:
+    """What is asked of the passes of several texts, from an accelerator in one transfer for all.
+
+    Each transfer waits until all that was asked of the device is done; of the texts of a batch, that would be two each.
+
+    Args:
+        passes: Each [rows, vocabulary], all of one model.
+        learns: Whether the best tokens of a row are asked for.
+
+    Returns:
+        For each pass; None where its logits are in main memory and nobody waits for them.
+    """
+    if not passes or passes[0].device.type == "cpu":
+        return [None] * len(passes)
+    return list(fetched(passes, learns=learns))
+
+
+def fetched(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[Fetched]:
+    """`fetch`, wherever the logits are."""
+    ranked = [_ranked(group[0] if len(group) == 1 else torch.cat(group), learns) for group in _groups(passes)]
+    tokens = torch.cat(ranked).to("cpu", torch.int32).numpy()
+    highest = tokens[:, 0].tolist()
+    best = _filled(np.ascontiguousarray(tokens[:, 1:])) if learns else None
+    start = 0
+    for logits in passes:
+        rows = slice(start, start + len(logits))
+        start = rows.stop
+        yield Fetched(highest[rows], None if best is None else best[rows])
+
+
+def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Passes in their order, so many that their rows are few enough to be ranked together, at least one."""
+    group: list[torch.Tensor] = []
+    for logits in passes:
+        if group and sum(map(len, group)) + len(logits) > _ROWS_TOGETHER:
+            yield group
+            group = []
+        group.append(logits)
+    yield group
+
+
+def _ranked(logits: torch.Tensor, learns: bool) -> torch.Tensor:
+    """int64 [rows, 1 + best], the first of the most probable tokens, and the best in any order of equal ones."""
+    highest = logits.argmax(-1, keepdim=True)
+    return torch.cat([highest, _highest_places(logits)], dim=-1) if learns else highest
+
+
+def _highest_places(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [rows, BEST or the whole vocabulary], the best first."""
+    return logits.topk(min(BEST, logits.shape[-1]), dim=-1).indices
+
+
+def _filled(best: NDArray[np.int32]) -> NDArray[np.int32]:
+    """As wide as `best_tokens` gives them."""
+    missing = BEST - best.shape[1]
+    return np.pad(best, ((0, 0), (0, missing)), constant_values=-1) if missing else best
+
+
+def best_tokens(logits: torch.Tensor) -> NDArray[np.int32]:
+    """The `BEST` most probable next tokens of each row, the best first; -1 where the vocabulary has fewer.
+
+    Args:
+        logits: [rows, vocabulary], of any type, on any device.
+
+    Returns:
+        int32 [rows, BEST]; of equally probable tokens, the first come first on the CPU.
+    """
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        best = np.empty((len(logits), BEST), np.int32)
+        _best_of_rows(logits.numpy(), best)
+        return best
+    return _filled(_highest_places(logits).to("cpu", torch.int32).numpy())
+
+
+@njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})
+def _highest(values: Any) -> Any:
+    highest = values[0]
+    for value in values:
+        highest = max(highest, value)
+    return highest
+
+
+@njit(cache=True, nogil=True)
+def _best_of_rows(logits: Any, best: Any) -> None:
+    """As `best_tokens`: a block of the vocabulary is looked into only if its highest value is among the best so far."""
+    rows, vocabulary = logits.shape
+    kept = best.shape[1]
+    values = np.empty(kept, logits.dtype)
+    for row in range(rows):
+        values[:] = -np.inf
+        best[row] = -1
+        for start in range(0, vocabulary, _BLOCK):
+            block = logits[row, start : min(start + _BLOCK, vocabulary)]
+            if not _highest(block) > values[kept - 1]:
+                continue
+            for k in range(block.shape[0]):
+                value = block[k]
+                if value <= values[kept - 1]:
+                    continue
+                at = kept - 1
+                while at > 0 and values[at - 1] < value:
+                    values[at] = values[at - 1]
+                    best[row, at] = best[row, at - 1]
+                    at -= 1
+                values[at] = value
+                best[row, at] = start + k

@@ -1,0 +1,75 @@
+"""Modules that moved in 0.2: their old names import with a `DeprecationWarning` until 0.3."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = "reader_rag."
+_FOLDERS = frozenset({"decode"})
+"""Packages whose modules are found and that have no content of their own."""
+MOVED = {
+    "decode.delivery": "engine.stream",
+    "decode.engine": "engine.engine",
+    "decode.observer": "engine.observer",
+    "decode.types": "engine.outputs",
+    "draft.builder": "draft.tree_builder",
+    "draft.context": "draft.context_index",
+    "draft.datastore": "datastore",
+    "draft.successors": "draft.successor_table",
+    "grammar": "config.grammar",
+    "hooks": "llm.context_hooks",
+    "instrumentation": "llm.instrumentation",
+    "metrics": "engine.metrics",
+    "models": "model.registry",
+    "rag.beyond": "rag.surroundings",
+    "rag.chat": "rag.chat_engine",
+    "rag.database": "rag.stores.database",
+    "rag.database_store": "rag.stores.database_store",
+    "rag.document_store": "rag.stores.contract",
+    "rag.places": "rag.stores.location",
+    "rag.vector_store": "rag.stores.faiss_store",
+}
+"""Old module to new module, both below `reader_rag`."""
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Finds modules by their old names. It is asked last, so that names in use cost nothing."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module that moved; None for every other name."""
+        name = fullname.removeprefix(_PACKAGE)
+        if name == fullname or name not in MOVED.keys() | _FOLDERS:
+            return None
+        has_children = any(old.startswith(f"{name}.") for old in MOVED)
+        return ModuleSpec(fullname, self, is_package=has_children)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Forward every attribute to the new module."""
+        name = module.__name__.removeprefix(_PACKAGE)
+        if name not in MOVED:
+            return
+        new = _PACKAGE + MOVED[name]
+        warnings.warn(
+            f"{module.__name__} is now {new}; the old name goes in reader_rag 0.3", DeprecationWarning, stacklevel=2
+        )
+        target = import_module(new)
+
+        def forward(attribute: str) -> Any:
+            return getattr(target, attribute)
+
+        module.__dict__["__getattr__"] = forward
+
+
+def install() -> None:
+    """Make the old names importable."""
+    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedModules())

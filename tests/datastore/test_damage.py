@@ -1,0 +1,207 @@
+"""What is damaged is told and set aside; the rest is served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datastore_tools import bytes_on_disk, contents, open_store
+
+from reader_rag.datastore import segment
+from reader_rag.datastore.manifest import MANIFEST
+from reader_rag.datastore.namespace import folder_of
+from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError, ReaderWarning
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A closed store with two segments, the first with `a` and `b`, and a log with `d`."""
+    with open_store(tmp_path / "s") as store:
+        store.add_many([("a", [1, 2, 3] * 10), ("b", [4, 5, 6] * 10)])
+        store.add_many([("c", [7, 8, 9] * 10)])
+        store.add("d", [1, 2, 9])
+    return tmp_path / "s"
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted((folder / folder_of("")).glob("*.seg"), key=lambda path: int(path.stem))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x55
+    path.write_bytes(data)
+
+
+def body_start(path: Path) -> int:
+    return path.read_bytes().index(np.array([0xFFFF, 1, 2, 3], "<u2").tobytes())
+
+
+@pytest.mark.parametrize("how", ["header", "table", "cut off", "gone", "empty", "another file"])
+def test_a_segment_that_is_damaged_at_opening_is_set_aside(folder: Path, how: str) -> None:
+    path = segments(folder)[0]
+    if how == "header":
+        flip(path, 40)
+    elif how == "table":
+        flip(path, path.read_bytes().index(b"ab", body_start(path)))  # the names
+    elif how == "cut off":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif how == "gone":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        path.write_bytes(segments(folder)[1].read_bytes())
+    rest = {"c": [7, 8, 9] * 10, "d": [1, 2, 9]}
+    with open_store(folder, read_only=True) as reader:
+        with pytest.warns(ReaderWarning, match="the rest is served"):
+            assert contents(reader) == rest
+        assert [damage.namespace for damage in reader.verify()] == [""]
+    with open_store(folder) as store:
+        with pytest.warns(ReaderWarning, match=f"{path.name}.*; the rest is served"):
+            assert store.view([""]).count([7, 8]) == 10
+        assert contents(store) == rest
+        assert any(path.name in what for what in store.stats()[""].damaged)
+        store.add("a", [1, 2, 3] * 10)
+    assert (folder / folder_of("") / "damaged" / path.name).exists() == (how != "gone")
+    with open_store(folder) as store:  # told once
+        assert contents(store) == {**rest, "a": [1, 2, 3] * 10}
+        assert store.stats()[""].damaged == (f"{path.name} was set aside",)
+        assert store.verify() == []
+
+
+def test_verify_tells_which_block_and_which_documents(folder: Path) -> None:
+    path = segments(folder)[0]
+    flip(path, body_start(path) + 2 * 5)
+    with open_store(folder, read_only=True) as reader:
+        [damage] = reader.verify()
+        assert (damage.file, damage.what, damage.documents) == (path.name, "bytes 0 to 126 of its tokens", ("a", "b"))
+
+
+def test_damage_is_located_by_block(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(segment, "BLOCK", 16)
+    with open_store(tmp_path / "t") as store:
+        store.add_many([(name, [n] * 20) for n, name in enumerate("wxyz")])
+    path = segments(tmp_path / "t")[0]
+    flip(path, path.read_bytes().index(np.array([2] * 20, "<u2").tobytes()) + 20)
+    with open_store(tmp_path / "t", read_only=True) as reader:
+        [damage] = reader.verify()
+        assert damage.documents == ("y",)
+
+
+def test_a_segment_that_is_damaged_inside_is_set_aside_when_it_is_merged(folder: Path) -> None:
+    path = segments(folder)[0]
+    flip(path, body_start(path) + 2 * 5)
+    with open_store(folder) as store:
+        with pytest.warns(ReaderWarning, match="is damaged in 1 blocks; it is set aside in damaged"):
+            store.compact(full=True)
+        assert contents(store) == {"c": [7, 8, 9] * 10, "d": [1, 2, 9]}
+        assert store.verify()[0].what.endswith("is damaged in 1 blocks")
+    with open_store(folder) as store:
+        assert contents(store) == {"c": [7, 8, 9] * 10, "d": [1, 2, 9]}
+
+
+def test_a_commit_that_was_cut_off_is_dropped_and_told(folder: Path) -> None:
+    with open_store(folder) as store:
+        store.add("e", [3, 3, 3])
+    [log] = (folder / folder_of("")).glob("*.log")
+    log.write_bytes(log.read_bytes()[:-3])
+    with open_store(folder, read_only=True) as reader:
+        assert "e" not in contents(reader)
+    with open_store(folder) as store:
+        with pytest.warns(ReaderWarning, match="bytes of a commit that was cut off are dropped"):
+            assert sorted(contents(store)) == ["a", "b", "c", "d"]
+        store.add("f", [4, 4])
+    with open_store(folder) as store:
+        assert sorted(contents(store)) == ["a", "b", "c", "d", "f"]
+
+
+def test_a_damaged_commit_is_told_and_those_after_it_are_kept(folder: Path) -> None:
+    with open_store(folder) as store:
+        store.add("e", [3, 3, 3])
+    [log] = (folder / folder_of("")).glob("*.log")
+    flip(log, log.read_bytes().index(np.array([1, 2, 9], "<u2").tobytes()))
+    with pytest.warns(ReaderWarning, match="1 commits cannot be read; the rest is served"), open_store(folder) as store:
+        assert sorted(contents(store)) == ["a", "b", "c", "e"]
+    assert (folder / folder_of("") / "damaged" / log.name).exists()
+    with open_store(folder) as store:
+        assert sorted(contents(store)) == ["a", "b", "c", "e"]
+
+
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_without_its_log_the_segments_are_served(folder: Path, how: str) -> None:
+    [log] = (folder / folder_of("")).glob("*.log")
+    if how == "gone":
+        log.unlink()
+    else:
+        log.write_bytes(b"")
+    with open_store(folder) as store:
+        with pytest.warns(ReaderWarning, match="the log of what came last cannot be read"):
+            assert sorted(contents(store)) == ["a", "b", "c"]
+        store.add("e", [1, 1])
+    with open_store(folder) as store:
+        assert sorted(contents(store)) == ["a", "b", "c", "e"]
+
+
+def test_a_namespace_with_a_damaged_manifest_is_left_out_and_others_are_served(folder: Path) -> None:
+    with open_store(folder) as store:
+        store.add("x", [1, 2, 3], namespace="other")
+    flip(folder / folder_of("") / MANIFEST, 60)
+    for read_only in (False, True):
+        with open_store(folder, read_only=read_only) as store:
+            with pytest.warns(ReaderWarning, match="is damaged: restore it.*; the rest is served"):
+                assert store.view(["", "other"]).count([1, 2]) == 1
+            with pytest.raises(DatastoreCorruptError, match="is damaged: restore it"):
+                store.documents()
+            assert [damage.what for damage in store.verify()] == ["its manifest cannot be read"]
+    with open_store(folder) as store:
+        with pytest.raises(DatastoreCorruptError):
+            store.add("y", [1])
+        assert store.remove_namespace("")
+        store.add("y", [1, 5])
+    with open_store(folder) as store:
+        assert contents(store) == {"y": [1, 5]}
+
+
+def test_a_damaged_root_is_told(folder: Path) -> None:
+    flip(folder / "datastore.json", 60)
+    with pytest.raises(DatastoreCorruptError, match="datastore.json is damaged: restore it"):
+        open_store(folder)
+
+
+@pytest.mark.parametrize("file", ["datastore.json", MANIFEST, "segment", "log"])
+def test_a_file_of_another_version_is_refused_and_left_as_it_is(folder: Path, file: str) -> None:
+    if file == "datastore.json":
+        path = folder / file
+    elif file == MANIFEST:
+        path = folder / folder_of("") / file
+    else:
+        path = segments(folder)[0] if file == "segment" else next((folder / folder_of("")).glob("*.log"))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b" 1 ", b" 2 ", 1) if path.suffix == ".json" else data[:8] + b"\x02" + data[9:])
+    before = bytes_on_disk(folder)
+    for read_only in (False, True):
+        with pytest.raises(DatastoreMismatchError, match="has format 2 and this version reads 1: use the version"):
+            contents(open_store(folder, read_only=read_only))
+    assert bytes_on_disk(folder) == before
+
+
+def test_a_segment_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    with open_store(tmp_path / "t", tokenizer="u") as store:
+        store.add_many([("a", [1, 2, 3])])
+    source = tmp_path / "t" / folder_of("")
+    for path in source.iterdir():
+        (folder / folder_of("") / path.name).write_bytes(path.read_bytes())
+    with open_store(folder, read_only=True) as reader, pytest.raises(DatastoreMismatchError, match="tokenizer 'u'"):
+        contents(reader)
+
+
+def test_a_segment_names_what_it_is_of(folder: Path) -> None:
+    data = segments(folder)[0].read_bytes()
+    assert data[:8] == b"RRAGSEG\n"
+    start = data.index(b"{")
+    header = json.loads(data[start : start + int.from_bytes(data[12:16], "little")])
+    assert (header["tokenizer"], header["vocabulary"], header["token_bytes"]) == ("t", 60, 2)
+    assert (header["documents"], header["tokens"]) == (2, 63)

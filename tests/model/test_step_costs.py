@@ -1,0 +1,269 @@
+"""The tree size that pays, by hand-made costs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reader_rag.draft.tree import DraftTree
+from reader_rag.model.step_costs import Rest, StepCosts, remembered
+from reader_rag.model.target import Target
+
+
+def _chain(*probabilities: float) -> DraftTree:
+    """A chain with the given path probabilities."""
+    tree = DraftTree.from_chain(range(len(probabilities)))
+    return DraftTree.of(
+        tree.tokens,
+        tree.parents,
+        tree.depths,
+        np.array(probabilities),
+        tree.sources,
+        tree.positions,
+        tree.match_lengths,
+    )
+
+
+def _best_size(costs: StepCosts, tree: DraftTree, context: int = 0, luck: float = 1.0) -> int:
+    (size,) = costs.best_sizes([tree], [context], [luck])
+    return size
+
+
+def test_times_between_measured_sizes_are_interpolated() -> None:
+    costs = StepCosts([1, 3, 5], [1.0, 2.0, 6.0])
+    assert costs.seconds()[:5].tolist() == [1.0, 1.5, 2.0, 4.0, 6.0]
+
+
+def test_the_text_before_adds_to_every_size_what_was_measured_there() -> None:
+    costs = StepCosts([1, 3], [1.0, 2.0], [0.001, 0.003])
+    assert costs.seconds(1000)[:3].tolist() == pytest.approx([2.0, 3.5, 5.0])
+
+
+def test_a_larger_step_is_never_taken_to_be_cheaper() -> None:
+    costs = StepCosts([1, 2, 3], [2.0, 1.0, 3.0])
+    assert costs.seconds()[:3].tolist() == [1.0, 1.0, 3.0]
+
+
+def test_a_long_text_makes_wide_steps_dear() -> None:
+    costs = StepCosts([1, 2, 3], [1.0, 1.1, 1.2], [0.0, 0.001, 0.002])
+    tree = _chain(0.6, 0.5)
+    assert _best_size(costs, tree, context=0) == 2
+    assert _best_size(costs, tree, context=2000) == 0
+
+
+def test_bad_luck_makes_trees_smaller() -> None:
+    costs = StepCosts([1, 2, 3], [1.0, 1.2, 1.4])
+    tree = _chain(0.6, 0.4)
+    assert _best_size(costs, tree) == 2
+    assert _best_size(costs, tree, luck=0.5) == 1  # 0.3, then 0.4 * 0.25
+    assert _best_size(costs, tree, luck=0.1) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_row", "size"),
+    [
+        (0.0, 4),  # rows are free: all of them
+        (0.3, 2),  # 2.7/1.6 is more than 1.9/1.3 and than 3/1.9
+        (0.75, 1),  # 1.9/1.75 is more than 2.7/2.5
+        (2.0, 0),  # 1.9/3 is less than 1: plain
+    ],
+)
+def test_nodes_are_verified_while_they_pay(seconds_per_row: float, size: int) -> None:
+    rows = [1, 2, 3, 4, 5]
+    costs = StepCosts(rows, [1.0 + seconds_per_row * (r - 1) for r in rows])
+    assert _best_size(costs, _chain(0.9, 0.8, 0.3, 0.05)) == size
+
+
+def test_an_empty_tree_is_a_plain_step() -> None:
+    assert _best_size(StepCosts([1, 2], [1.0, 1.0]), DraftTree.empty()) == 0
+
+
+def test_trees_beyond_what_was_measured_are_cut() -> None:
+    assert _best_size(StepCosts([1, 2, 3], [1.0, 1.0, 1.0]), _chain(0.9, 0.8, 0.7, 0.6)) == 2
+
+
+def test_growth_is_that_of_a_pass_by_a_node_for_each_text() -> None:
+    costs = StepCosts([1, 2, 4, 8], [1.0, 1.0, 1.0, 2.0])
+    assert [costs.growth(texts) for texts in (1, 2, 4, 8)] == [1.0, 1.0, 2.0, 2.0]
+    assert costs.growth(600) == 1.0  # beyond what costs are known for
+
+
+def test_a_busy_machine_is_slower_at_all_sizes_alike() -> None:
+    costs = StepCosts([1, 8], [1.0, 4.0])
+    before = costs.seconds()
+    for _ in range(50):
+        costs.observe(1, 0, 2.0)
+        costs.observe(8, 0, 8.0)
+    assert costs.seconds() == pytest.approx(2.0 * before, rel=0.05)
+    assert costs.seconds()[7] / costs.seconds()[0] == pytest.approx(4.0, rel=0.05)
+
+
+def test_a_size_that_costs_otherwise_than_measured_is_found_out() -> None:
+    costs = StepCosts([1, 8], [1.0, 8.0])
+    for _ in range(300):
+        costs.observe(1, 0, 1.0)
+        costs.observe(8, 0, 2.0)
+    assert costs.seconds()[7] / costs.seconds()[0] == pytest.approx(2.0, rel=0.1)
+
+
+def test_an_observation_moves_the_measured_sizes_beside_it() -> None:
+    costs = StepCosts([1, 5, 9, 13], [1.0, 1.0, 1.0, 1.0])
+    for _ in range(200):
+        costs.observe(1, 0, 1.0)
+        costs.observe(7, 0, 3.0)
+    seconds = costs.seconds() / costs.seconds()[0]
+    assert seconds[6] == pytest.approx(3.0, rel=0.2)
+    assert seconds[12] >= seconds[8] > 1.5
+
+
+def test_a_bad_measurement_is_found_out() -> None:
+    costs = StepCosts([1, 2, 3, 5], [1.0, 100.0, 100.0, 100.0])  # a stalled moment made drafts look hopeless
+    tree = _chain(0.9, 0.8, 0.7, 0.6)
+    sizes = []
+    for _ in range(900):
+        sizes.append(_best_size(costs, tree))
+        costs.observe(sizes[-1] + 1, 0, 1.1 if sizes[-1] else 1.0)
+    assert sizes[0] == 0
+    assert sizes[-1] == 4
+
+
+def test_the_next_size_is_tried_in_case_it_was_measured_in_a_bad_moment() -> None:
+    costs = StepCosts([1, 2, 3, 4, 5], [1.0, 1.0, 1.1, 1.5, 2.0])
+    tree, sizes = _chain(0.7, 0.49, 0.34, 0.24), []
+    for _ in range(300):
+        sizes.append(_best_size(costs, tree))
+        costs.observe(sizes[-1] + 1, 0, 2.0 if sizes[-1] == 4 else 1.0)
+    assert sizes[:31] == [2] * 31
+    assert sizes[31] == 3
+    assert sizes[-8:].count(3) >= 7
+
+
+def test_where_no_draft_pays_most_steps_go_without_one() -> None:
+    costs, rest = StepCosts([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]), Rest()
+    drafted = verified = 0
+    for _ in range(400):
+        if not rest.due():
+            size = _best_size(costs, _chain(0.1, 0.05, 0.01))
+            rest.drafted(size, 3)
+            drafted += 1
+            verified += bool(size)
+    assert 80 < drafted < 200
+    assert 1 <= verified < 10  # a few are tried all the same
+
+
+def test_a_draft_that_pays_ends_the_rest_and_one_of_nothing_says_nothing() -> None:
+    rest = Rest()
+    for _ in range(100):
+        rest.drafted(0, 0)
+    assert not rest.due()
+    for _ in range(16):
+        rest.drafted(0, 5)
+    assert [rest.due() for _ in range(8)].count(True) == 6
+    rest.drafted(2, 5)
+    assert not any(rest.due() for _ in range(8))
+
+
+def test_the_nodes_of_several_texts_are_one_pool() -> None:
+    # Three texts; a position more costs a third of the plain step.
+    costs = StepCosts([1, 3, 12], [1.0, 1.0, 4.0])
+    sure, likely, wild = _chain(0.99, 0.99, 0.99), _chain(0.7, 0.7), _chain(0.1, 0.1)
+    assert costs.best_sizes([wild, sure, wild], [0, 0, 0]) == [0, 0, 0]
+    cheap = StepCosts([1, 3, 12], [1.0, 1.0, 1.5])
+    assert cheap.best_sizes([wild, sure, likely], [0, 0, 0]) == [0, 3, 2]
+    assert cheap.best_sizes([wild, sure, DraftTree.empty()], [0, 0, 0]) == [0, 3, 0]
+    # Bad luck tells against deep nodes; what lies behind them in their tree waits too.
+    assert cheap.best_sizes([wild, sure, likely], [0, 0, 0], [1.0, 1.0, 0.2]) == [0, 3, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_pool_is_spent_as_by_trying_all_ways(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chains = [np.cumprod(rng.uniform(0.2, 0.99, rng.integers(0, 5))) for _ in range(3)]
+    trees = [_chain(*chain) for chain in chains]
+    seconds = np.cumsum(rng.uniform(0.02, 0.5, 16)) + 1.0
+    costs = StepCosts(list(range(1, 17)), seconds)
+
+    def speed(sizes: Sequence[int]) -> float:
+        gain = sum(float(chain[:size].sum()) for chain, size in zip(chains, sizes, strict=True))
+        return (3 + gain) / float(seconds[3 + sum(sizes) - 1])
+
+    best = max(itertools.product(*(range(len(chain) + 1) for chain in chains)), key=speed)
+    assert speed(costs.best_sizes(trees, [0, 0, 0])) == pytest.approx(speed(best))
+
+
+def test_texts_that_are_padded_take_as_many_positions_as_the_largest_tree() -> None:
+    # Nine positions cost no more than three, a tenth is dear.
+    costs = StepCosts([1, 9, 10, 12], [1.0, 1.0, 9.0, 9.0])
+    deep, flat = _chain(0.9, 0.9, 0.9, 0.9), _chain(0.3, 0.3, 0.3)
+    assert costs.best_sizes([deep, flat, flat], [0, 0, 0]) == [4, 2, 0]
+    # Padded, the width of one is that of all, and what fits into it costs nothing.
+    assert costs.best_sizes([deep, flat, flat], [0, 0, 0], padded=True) == [2, 2, 2]
+
+
+def test_more_texts_than_costs_are_known_for_are_decoded_plainly() -> None:
+    costs = StepCosts([1, 2], [1.0, 1.0])
+    assert costs.best_sizes([_chain(0.9)] * 600, [0] * 600) == [0] * 600
+
+
+def test_a_stall_of_the_machine_is_not_learned() -> None:
+    costs = StepCosts([1, 2], [1.0, 1.0])
+    costs.observe(2, 0, 100.0)
+    assert costs.seconds()[1] == 1.0
+
+
+def test_a_target_is_measured_for_every_size_of_tree(tiny_model: object) -> None:
+    costs = StepCosts.measure(Target(tiny_model), max_nodes=12)  # type: ignore[arg-type]
+    seconds = costs.seconds()
+    assert costs.max_nodes == 12
+    assert (seconds > 0).all()
+    assert (np.diff(seconds) >= 0).all()
+    assert (costs.seconds(1000) >= seconds).all()
+
+
+KEY = {"model": "tiny"}
+
+
+def test_remembered_costs_are_the_same(tmp_path: Path) -> None:
+    costs = StepCosts([1, 2, 4], [1.0, 1.5, 3.0], [0.0, 0.1, 0.2])
+    costs.save(tmp_path / "deeper" / "costs.json", KEY)
+    held = StepCosts.load(tmp_path / "deeper" / "costs.json", KEY, max_nodes=3)
+    assert held is not None
+    assert held.seconds(7).tolist() == costs.seconds(7).tolist()
+    assert [path.name for path in (tmp_path / "deeper").iterdir()] == ["costs.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"key": {"model": "other"}, "rows": [1, 4], "base": [1, 2], "slope": [0, 0]}',
+        '{"key": {"model": "tiny"}, "rows": [1, 2], "base": [1, 2], "slope": [0, 0]}',  # of smaller trees
+        '{"key": {"model": "tiny"}, "rows": [1, 4], "base": [1, -2], "slope": [0, 0]}',
+        '{"key": {"model": "tiny"}, "rows": [4, 1], "base": [1, 2], "slope": [0, 0]}',
+    ],
+)
+def test_a_file_of_something_else_is_measured_again(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(content)
+    assert StepCosts.load(path, KEY, max_nodes=3) is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    StepCosts([1, 2], [1.0, 1.0]).save(tmp_path / "file" / "costs.json", KEY)
+    assert [held.name for held in tmp_path.iterdir()] == ["file"]
+
+
+def test_costs_are_measured_once_for_a_model_and_a_device(tmp_path: Path, tiny_model: object) -> None:
+    target = Target(tiny_model)  # type: ignore[arg-type]
+    first = remembered(target, 6, tmp_path)
+    again = remembered(target, 6, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert again.seconds(100).tolist() == first.seconds(100).tolist()
+    assert remembered(target, 9, tmp_path).max_nodes == 9  # larger trees are measured anew
