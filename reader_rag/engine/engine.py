@@ -22,14 +22,14 @@ from reader_rag.engine.draft_state import LearnedByTenant
 from reader_rag.engine.fair_lock import FairLock
 from reader_rag.engine.observer import Load, Observers
 from reader_rag.engine.offline import generate_all
-from reader_rag.engine.outputs import Drafting, Generation, Passage, Prompt
+from reader_rag.engine.outputs import Generation, Passage, Prompt
 from reader_rag.engine.reader_stream import GenerationStream
 from reader_rag.engine.scheduler import Scheduler
 from reader_rag.engine.sequence import Asked, StoppingCriterion
 from reader_rag.engine.stream import ScheduledStream
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.kv_cache.prefix_cache import PrefixStore
-from reader_rag.model.select_target import find_reuse, find_target
+from reader_rag.model.select_target import Drafting, find_reuse, find_target
 from reader_rag.model.step_costs import StepCosts, remembered
 from reader_rag.model.weights_cache import cache_folder
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler

@@ -9,11 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from reader_rag.errors import PromptError
+from reader_rag.sampling.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length"]
-Drafting = Literal["tree", "chain", "none"]
-"""What a model lets verify: trees; chains only, where its attention takes no tree mask; nothing, where it keeps a state
-that cannot be rewound, so that it is decoded plainly."""
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -89,21 +87,6 @@ class CopiedSpan:
     passage_end: int
     text_start: int
     text_end: int
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """How probable the model held an emitted token, and what it held most probable there.
-
-    Attributes:
-        token_id: The token.
-        logprob: Natural logarithm of its probability by the model alone, before penalties, bans and temperature.
-        top: The most probable tokens with theirs, the best first.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

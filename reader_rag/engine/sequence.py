@@ -31,7 +31,6 @@ from reader_rag.engine.outputs import (
     Passage,
     Prompt,
     Stats,
-    TokenLogprobs,
 )
 from reader_rag.engine.provenance import Provenance
 from reader_rag.errors import DatastoreError
@@ -40,7 +39,7 @@ from reader_rag.model.step_costs import Rest
 from reader_rag.model.target import AnyCache
 from reader_rag.sampling.accept import walk
 from reader_rag.sampling.constrained import Constraint
-from reader_rag.sampling.logprobs import token_logprobs
+from reader_rag.sampling.logprobs import TokenLogprobs, token_logprobs
 from reader_rag.sampling.sampler import Selector, Verified
 from reader_rag.sampling.topk import Fetched, best_tokens
 

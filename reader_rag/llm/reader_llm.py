@@ -40,13 +40,14 @@ from reader_rag.config import (
     checked_tenant,
 )
 from reader_rag.config.grammar import Grammar
-from reader_rag.engine.outputs import Generation, Passage, Prompt, TokenLogprobs
+from reader_rag.engine.outputs import Generation, Passage, Prompt
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm.context_hooks import ContextHooks, passages_from
 from reader_rag.llm.instrumentation import atraced, told, traced
 from reader_rag.llm.messages import join_system, template_message
 from reader_rag.llm.structured import StructuredOutput
 from reader_rag.model.registry import DEFAULT_MODEL
+from reader_rag.sampling.logprobs import TokenLogprobs
 
 if TYPE_CHECKING:
     from typing import TypeAlias

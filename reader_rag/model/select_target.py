@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from reader_rag.config import Exactness, Forward
-from reader_rag.engine.outputs import Drafting
 from reader_rag.errors import ReaderWarning, UnsupportedModelError
 from reader_rag.model.plain_target import PlainTarget
 from reader_rag.model.self_test import decodes_plainly, keeps_bits, restores, verifies_chains, verifies_trees
 from reader_rag.model.target import AnyTarget, FixedShape, Reuse, Target, attention_of, keeps_state, takes_masks
+
+Drafting = Literal["tree", "chain", "none"]
+"""Which drafts a model can verify: trees; chains only, where its attention takes no tree mask; none, where its state
+cannot be rolled back."""
 
 _NEIGHBOURS = "kernels compute a row differently depending on its neighbours"
 

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from reader_rag.engine.outputs import TokenLogprobs
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How probable the model held an emitted token, and what it held most probable there.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm of its probability by the model alone, before penalties, bans and temperature.
+        top: The most probable tokens with theirs, the best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def token_logprobs(logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
