@@ -22,7 +22,7 @@ if sys.platform == "linux" and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BL
 moved.install()
 
 if TYPE_CHECKING:
-    from reader_rag.config import DraftConfig, GenerationConfig, RecallConfig
+    from reader_rag.config import DatastoreConfig, DraftConfig, SamplingParams
     from reader_rag.config.grammar import Grammar
     from reader_rag.engine.engine import Engine
     from reader_rag.errors import ReaderError
@@ -38,12 +38,12 @@ __all__ = [
     "DraftConfig",
     "Engine",
     "FaissStore",
-    "GenerationConfig",
+    "SamplingParams",
     "Grammar",
     "LocalEmbedding",
     "ReaderError",
     "ReaderLLM",
-    "RecallConfig",
+    "DatastoreConfig",
     "__version__",
     "ingest",
     "make_chat_engine",
@@ -54,12 +54,12 @@ _MODULES = {
     "DraftConfig": "reader_rag.config",
     "Engine": "reader_rag.engine.engine",
     "FaissStore": "reader_rag.rag.stores.faiss_store",
-    "GenerationConfig": "reader_rag.config",
+    "SamplingParams": "reader_rag.config",
     "Grammar": "reader_rag.config.grammar",
     "LocalEmbedding": "reader_rag.rag.embedding",
     "ReaderError": "reader_rag.errors",
     "ReaderLLM": "reader_rag.llm",
-    "RecallConfig": "reader_rag.config",
+    "DatastoreConfig": "reader_rag.config",
     "ingest": "reader_rag.rag.ingest",
     "make_chat_engine": "reader_rag.rag.engines",
     "make_query_engine": "reader_rag.rag.engines",
@@ -68,7 +68,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        name = moved.new_name(__name__, _MODULES, name)
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value  # the next access does not come here
     return value

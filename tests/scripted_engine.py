@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from reader_rag.config import BatchConfig, DraftConfig, GenerationConfig
+from reader_rag.config import BatchConfig, DraftConfig, SamplingParams
 from reader_rag.engine.outputs import Chunk, CopiedSpan, Generation, Passage, Prompt, Stats
 from reader_rag.errors import PromptError
 
@@ -42,7 +42,7 @@ def make_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerF
 @dataclass
 class Call:
     prompt: Prompt
-    generation: GenerationConfig
+    generation: SamplingParams
     passages: tuple[Passage, ...]
     tenant: str
     draft: DraftConfig | None
@@ -89,7 +89,7 @@ class ScriptedEngine:
     def submit(
         self,
         prompt: Prompt,
-        generation: GenerationConfig,
+        generation: SamplingParams,
         passages: Sequence[Passage] = (),
         *,
         tenant: str = "",
@@ -107,7 +107,7 @@ class ScriptedEngine:
 
 
 class ScriptedStream(Iterator[Chunk], AsyncIterator[Chunk]):
-    def __init__(self, engine: ScriptedEngine, prompt: Prompt, generation: GenerationConfig) -> None:
+    def __init__(self, engine: ScriptedEngine, prompt: Prompt, generation: SamplingParams) -> None:
         pieces = engine.script or backwards(prompt.text)
         self.finish_reason = "length" if len(pieces) > generation.max_tokens else "stop"
         self.pieces = pieces[: generation.max_tokens]

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import reader_rag
+import reader_rag.config
 from reader_rag.util.moved import MOVED
 
 HEAVY = (
@@ -45,7 +47,7 @@ def _loaded_by(statement: str) -> set[str]:
 def test_importing_the_package_loads_nothing_heavy() -> None:
     light = "reader_rag.config, reader_rag.config.grammar, reader_rag.errors, reader_rag.model.registry"
     assert _loaded_by(f"import reader_rag, {light}") == set()
-    assert _loaded_by("import reader_rag; dir(reader_rag); reader_rag.GenerationConfig()") == set()
+    assert _loaded_by("import reader_rag; dir(reader_rag); reader_rag.SamplingParams()") == set()
 
 
 def test_drafting_needs_no_torch_and_no_llama_index() -> None:
@@ -134,3 +136,10 @@ for old, new in {MOVED!r}.items():
 print("ok")
 """
     assert _run(code) == "ok\n"
+
+
+@pytest.mark.parametrize("module", [reader_rag, reader_rag.config])
+def test_a_class_that_was_renamed_is_found_by_its_old_name_with_a_warning(module: ModuleType) -> None:
+    for old, new in (("GenerationConfig", "SamplingParams"), ("RecallConfig", "DatastoreConfig")):
+        with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+            assert getattr(module, old) is getattr(module, new)

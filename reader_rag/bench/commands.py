@@ -18,7 +18,7 @@ from reader_rag.model.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from reader_rag.bench.generate.methods import Task
-    from reader_rag.config import GenerationConfig
+    from reader_rag.config import SamplingParams
     from reader_rag.engine.engine import Engine
 
 app = typer.Typer(help="Measure speed and exactness.", no_args_is_help=True)
@@ -85,10 +85,10 @@ def generate(
 
     from reader_rag.bench.generate.batches import compare_batch
     from reader_rag.bench.generate.generate import compare
-    from reader_rag.config import DraftConfig, GenerationConfig
+    from reader_rag.config import DraftConfig, SamplingParams
 
     wanted = [c for c in categories.split(",") if c]
-    generation = GenerationConfig(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    generation = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     usual = DraftConfig()
     draft = changed(
         usual,
@@ -132,7 +132,7 @@ def load(
     """Ask many things at once, some of them cancelled and some bad; is every answer right, and is anything left?"""
     from reader_rag.bench.inputs import read_prompts
     from reader_rag.bench.load.load import LoadPlan, run_load
-    from reader_rag.config import GenerationConfig
+    from reader_rag.config import SamplingParams
     from reader_rag.engine.engine import Engine
 
     if cancelled + bad > 1:
@@ -142,7 +142,7 @@ def load(
     texts = [prompt.text for prompt in read_prompts(prompts, wanted, limit)]
     asked = [engine.encode_chat([{"role": "user", "content": text}]) for text in texts]
     plan = LoadPlan(requests, at_once, cancelled, bad, rounds)
-    report = run_load(engine, asked, GenerationConfig(max_tokens=max_tokens), plan, progress())
+    report = run_load(engine, asked, SamplingParams(max_tokens=max_tokens), plan, progress())
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
@@ -315,7 +315,7 @@ def _tasks(
     replay: Path | None,
     categories: list[str],
     limit: int | None,
-    generation: GenerationConfig,
+    generation: SamplingParams,
 ) -> list[tuple[str, Task]]:
     from reader_rag.bench.generate.methods import Task
     from reader_rag.bench.inputs import read_prompts, read_traces

@@ -14,7 +14,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
 from reader_rag.cli.display.comparison import Comparison, compare
 from reader_rag.cli.recorder import CallRecorder, LLMCall
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.engine.outputs import Passage
 from reader_rag.llm import ReaderLLM
 from reader_rag.llm.context_hooks import CONTEXT_ID
@@ -121,4 +121,4 @@ def compare_answer(given: Answer, llm: ReaderLLM) -> Comparison:
     chat = [{"role": message.role.value, "content": message.content or ""} for message in call.messages]
     prompt = engine.encode_chat(chat) if chat else engine.encode(call.prompt)
     context = Passage(CONTEXT_ID, context_of(given.nodes))  # as the LLM's own hook had it
-    return compare(engine, prompt, GenerationConfig(max_tokens=llm.max_tokens), [context], llm.tenant)
+    return compare(engine, prompt, SamplingParams(max_tokens=llm.max_tokens), [context], llm.tenant)

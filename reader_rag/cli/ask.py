@@ -21,7 +21,7 @@ from reader_rag.rag.engines import NOTHING_FOUND, make_retriever, open_store
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What came of a question.
 
     Attributes:
@@ -63,7 +63,7 @@ def ask(
     tenant: str = "",
     console: Console | None,
     embed_model: LocalEmbedding | None = None,
-) -> Asked:
+) -> Request:
     """Answer a question from a store.
 
     Args:
@@ -93,7 +93,7 @@ def ask(
         if not nodes:
             if console is not None:
                 console.print(NOTHING_FOUND)
-            return Asked(question, None, None, models.named_model)
+            return Request(question, None, None, models.named_model)
         llm = models.load_llm(max_tokens)
         show_piece = (lambda piece: None) if console is None else streamed(console)
         given = answer(question, nodes, store=store, llm=llm, embed_model=embed_model, on_text=show_piece)
@@ -107,7 +107,7 @@ def ask(
         if console is not None:
             console.print()
             show_comparison(console, comparison)
-    return Asked(question, given, comparison, models.named_model or llm.model)
+    return Request(question, given, comparison, models.named_model or llm.model)
 
 
 def _show(console: Console, given: Answer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reader_rag.cli.display.terminal import status
-from reader_rag.config import RecallConfig
+from reader_rag.config import DatastoreConfig
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 
@@ -136,5 +136,5 @@ class ModelOptions:
                 max_tokens=max_tokens,
                 trust_remote_code=self.trust_remote_code,
                 datastore=self.datastore,
-                recall=RecallConfig(keeps_answers=self.keeps_answers),
+                recall=DatastoreConfig(keeps_answers=self.keeps_answers),
             )

@@ -61,10 +61,10 @@ def verify(
     """
     from reader_rag.bench.inputs import held_prompts
     from reader_rag.bench.verify.verify import verify as run
-    from reader_rag.config import GenerationConfig
+    from reader_rag.config import SamplingParams
     from reader_rag.engine.engine import Engine
 
-    generation = GenerationConfig(
+    generation = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,

@@ -1,13 +1,17 @@
 """Settings: each defined once, with its type, range, default and meaning."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from reader_rag.config.grammar import Grammar
 from reader_rag.config.settings import (
     BatchConfig,
+    DatastoreConfig,
     DraftConfig,
     Exactness,
     Forward,
-    GenerationConfig,
-    RecallConfig,
+    SamplingParams,
     checked_tenant,
 )
 
@@ -16,8 +20,14 @@ __all__ = [
     "DraftConfig",
     "Exactness",
     "Forward",
-    "GenerationConfig",
+    "SamplingParams",
     "Grammar",
-    "RecallConfig",
+    "DatastoreConfig",
     "checked_tenant",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    from reader_rag.util.moved import new_name
+
+    return globals()[new_name(__name__, globals(), name)]

@@ -76,7 +76,7 @@ class DraftConfig:
 
 
 @dataclass(frozen=True)
-class RecallConfig:
+class DatastoreConfig:
     """What is looked up in a datastore, and what is kept in it.
 
     Attributes:
@@ -137,7 +137,7 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
+class SamplingParams:
     """What one call asks for.
 
     Tokens are chosen as `transformers` chooses them: first the processors (penalties and bans, in the order of

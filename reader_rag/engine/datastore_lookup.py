@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.config import RecallConfig
+from reader_rag.config import DatastoreConfig
 from reader_rag.datastore import Datastore
 from reader_rag.draft.profile import fingerprint
 from reader_rag.draft.tree_builder import StoredArrays
@@ -68,7 +68,7 @@ def answer_document(prompt: Sequence[int], answer: Sequence[int]) -> tuple[str, 
     return hashlib.sha256(tokens.tobytes()).hexdigest()[:24], tokens
 
 
-class Recall:
+class DatastoreLookup:
     """What an engine looks up in a datastore, and what it adds to it.
 
     A request searches what its tenant's own namespaces hold, and what is marked as shared. Its answer goes to its
@@ -79,7 +79,7 @@ class Recall:
         config: What is kept, and how much is looked up.
     """
 
-    def __init__(self, datastore: Datastore, config: RecallConfig) -> None:
+    def __init__(self, datastore: Datastore, config: DatastoreConfig) -> None:
         self.datastore = datastore
         self.config = config
         self._limited: set[str] = set()
@@ -87,7 +87,7 @@ class Recall:
         # When the engine is dropped, and when the process ends.
         self._end = weakref.finalize(self, self._keeper.close)
 
-    def begin(self, tenant: str, prompt: Sequence[int]) -> Recollection | None:
+    def begin(self, tenant: str, prompt: Sequence[int]) -> RequestLookup | None:
         """What one request looks up.
 
         Args:
@@ -95,7 +95,7 @@ class Recall:
             prompt: Its token ids.
         """
         try:
-            recollection = Recollection(self.datastore, tenant, self.config)
+            recollection = RequestLookup(self.datastore, tenant, self.config)
             recollection.extend(prompt)
         except (DatastoreError, OSError):
             _log.exception(
@@ -195,7 +195,7 @@ class _Keeper:
             self.flush()
 
 
-class Recollection:
+class RequestLookup:
     """One request's lookups: in answers of the model, and in other texts. Not for several threads at once.
 
     Short matches say much in what the model wrote itself and little elsewhere, so each is asked for matches of its own
@@ -210,7 +210,7 @@ class Recollection:
         used: Accepted tokens by namespace and document.
     """
 
-    def __init__(self, datastore: Datastore, tenant: str, config: RecallConfig) -> None:
+    def __init__(self, datastore: Datastore, tenant: str, config: DatastoreConfig) -> None:
         most, reach = config.max_places, config.reach
         answers = datastore.view([answers_of(tenant)], shared=False)
         others = datastore.view([passages_of(tenant), texts_of(tenant)])

@@ -8,7 +8,7 @@ from typing import Any
 _REPLACEMENT = "\ufffd"
 
 
-class TextAssembler:
+class Detokenizer:
     """Turns tokens into text as they come.
 
     Text is held back while its last character is incomplete and while its end might be the start of a stop string, so

@@ -18,7 +18,7 @@ _TENANTS = 16
 
 
 @dataclass(frozen=True)
-class Learned:
+class DraftState:
     """What was learned from one tenant's texts.
 
     Attributes:
@@ -30,7 +30,7 @@ class Learned:
     calibration: Calibration
 
 
-class LearnedByTenant:
+class DraftStates:
     """What was learned, by tenant. Not for several threads at once.
 
     Nothing learned from one tenant's text is ever used for another: how fast an answer comes tells whether its words
@@ -42,17 +42,17 @@ class LearnedByTenant:
 
     def __init__(self, profile: Profile | None) -> None:
         self._prior: NDArray[np.int32] | None = profile.tokens if profile is not None else None
-        self._held: OrderedDict[tuple[str, int, bool], Learned] = OrderedDict()
-        self._nothing = Learned(SuccessorTable(0), Calibration(learns=False))
+        self._held: OrderedDict[tuple[str, int, bool], DraftState] = OrderedDict()
+        self._nothing = DraftState(SuccessorTable(0), Calibration(learns=False))
 
-    def of(self, tenant: str, draft: DraftConfig) -> Learned:
+    def of(self, tenant: str, draft: DraftConfig) -> DraftState:
         """What was learned from a tenant, under settings that learn the same things; new if there is nothing yet."""
         if not draft.max_successors and not draft.calibrates:
             return self._nothing
         key = (tenant, draft.max_successors, draft.calibrates)
         if key not in self._held:
             on = draft.max_successors > 0
-            self._held[key] = Learned(
+            self._held[key] = DraftState(
                 SuccessorTable(draft.max_successors, self._prior if on else None),
                 Calibration(learns=draft.calibrates),
             )

@@ -13,28 +13,28 @@ from typing import Any, TypedDict, Unpack, overload
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from reader_rag.config import BatchConfig, DraftConfig, Exactness, Forward, GenerationConfig, RecallConfig
+from reader_rag.config import BatchConfig, DatastoreConfig, DraftConfig, Exactness, Forward, SamplingParams
 from reader_rag.draft.context_index import ContextIndex
 from reader_rag.draft.profile import Profile, fingerprint, profiles
 from reader_rag.draft.tree_builder import TreeBuilder
-from reader_rag.engine.datastore_lookup import Recall, open_datastore
-from reader_rag.engine.draft_state import LearnedByTenant
+from reader_rag.engine.datastore_lookup import DatastoreLookup, open_datastore
+from reader_rag.engine.draft_state import DraftStates
 from reader_rag.engine.fair_lock import FairLock
 from reader_rag.engine.observer import Load, Observers
 from reader_rag.engine.offline import generate_all
 from reader_rag.engine.outputs import Generation, Passage, Prompt
 from reader_rag.engine.reader_stream import GenerationStream
 from reader_rag.engine.scheduler import Scheduler
-from reader_rag.engine.sequence import Asked, StoppingCriterion
+from reader_rag.engine.sequence import Request, StoppingCriterion
 from reader_rag.engine.stream import ScheduledStream
 from reader_rag.errors import ConfigError, PromptError
-from reader_rag.kv_cache.prefix_cache import PrefixStore
-from reader_rag.model.select_target import Drafting, find_reuse, find_target
+from reader_rag.kv_cache.prefix_cache import PrefixCache
+from reader_rag.model.select_target import Drafting, select_reuse, select_target
 from reader_rag.model.step_costs import StepCosts, remembered
 from reader_rag.model.weights_cache import cache_folder
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
 from reader_rag.sampling.logits_processors import make_processors, private
-from reader_rag.sampling.sampler import Processor, Selector, make_selector
+from reader_rag.sampling.sampler import Processor, Sampler, make_sampler
 
 _UNKNOWN_WINDOW = 1 << 20
 _CROWDED = 1.5
@@ -46,8 +46,8 @@ _PREFIX_BYTES_ELSEWHERE = 1 << 30
 """The same on a GPU, which holds larger models and little else."""
 
 
-class Wishes(TypedDict, total=False):
-    """What may be asked of an answer besides its `GenerationConfig`.
+class RequestOptions(TypedDict, total=False):
+    """What may be asked of an answer besides its `SamplingParams`.
 
     Attributes:
         tenant: On whose behalf; nothing learned or kept of one tenant's text is used for another.
@@ -58,7 +58,7 @@ class Wishes(TypedDict, total=False):
             the state that these are in.
         stopping_criteria: Criteria of `transformers`, or functions of (token ids [1, length], None): asked after
             every token, likewise.
-        selector: Chooses the tokens instead of all that.
+        sampler: Chooses the tokens instead of all that.
         recall: False leaves the engine's datastore alone: it is not searched, and the answer is not kept there.
     """
 
@@ -66,19 +66,19 @@ class Wishes(TypedDict, total=False):
     draft: DraftConfig | None
     logits_processor: Sequence[Processor]
     stopping_criteria: Sequence[StoppingCriterion]
-    selector: Selector | None
+    sampler: Sampler | None
     recall: bool
 
 
 class Engine:
     """A target model that decodes with drafts, and without.
 
-    Plain decoding (`GenerationConfig(speculate=False)`) is the same engine with no drafts, and the reference that
+    Plain decoding (`SamplingParams(speculate=False)`) is the same engine with no drafts, and the reference that
     every drafted answer equals.
 
     Args:
         model: A causal language model of `transformers`, in eval mode, with its adapters, if it has some. Small checks
-            find out what can be verified on it (`drafting`); see `find_target` for what they may change.
+            find out what can be verified on it (`drafting`); see `select_target` for what they may change.
         tokenizer: Its tokenizer.
         draft: How drafts are made.
         exactness: "fast": every pass has the shape it needs; equal to plain decoding up to rounding, which in float32
@@ -124,7 +124,7 @@ class Engine:
         batch: BatchConfig | None = None,
         prefix_bytes: int | None = None,
         datastore: str | Path | None = None,
-        recall: RecallConfig | None = None,
+        recall: DatastoreConfig | None = None,
         name: str = "",
     ) -> None:
         if forward not in ("auto", "torch"):
@@ -143,7 +143,7 @@ class Engine:
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         # Loads the compiled loops here rather than in the first answer.
         TreeBuilder(max_nodes=1).build(ContextIndex([0, 1, 0]))
-        self.target, found = find_target(
+        self.target, found = select_target(
             model, name=self.name, exactness=exactness, forward=forward, strict_width=strict_width
         )
         self.drafting: Drafting = found
@@ -157,17 +157,17 @@ class Engine:
         self._told_moves = (0, 0)
         self.costs: StepCosts | None = None
         """What steps cost on this device, measured when the first draft is made; None before, and in strict mode."""
-        self.learned = LearnedByTenant(_profile(model, tokenizer))
+        self.learned = DraftStates(_profile(model, tokenizer))
         if prefix_bytes is None:
             prefix_bytes = _PREFIX_BYTES_ON_CPU if self.target.device.type == "cpu" else _PREFIX_BYTES_ELSEWHERE
         self.prefix_bytes = prefix_bytes
-        self.reuse = find_reuse(self.target, exactness) if prefix_bytes else None
-        self.prefixes = PrefixStore(prefix_bytes, self.reuse.block) if self.reuse is not None else None
+        self.reuse = select_reuse(self.target, exactness) if prefix_bytes else None
+        self.prefixes = PrefixCache(prefix_bytes, self.reuse.block) if self.reuse is not None else None
         self._tokenizer_lock = threading.Lock()
         self._grammars = GrammarCompiler(tokenizer, _width_of_logits(model), self.eos_ids)
         # A token that there is not ends the whole process on some devices, and all its answers.
         self._vocabulary = int(getattr(model.get_input_embeddings(), "num_embeddings", 0)) or _width_of_logits(model)
-        self.recall = self._recall(datastore, recall or RecallConfig())
+        self.recall = self._recall(datastore, recall or DatastoreConfig())
 
     @classmethod
     def load(
@@ -183,7 +183,7 @@ class Engine:
         batch: BatchConfig | None = None,
         prefix_bytes: int | None = None,
         datastore: str | Path | None = None,
-        recall: RecallConfig | None = None,
+        recall: DatastoreConfig | None = None,
         trust_remote_code: bool = False,
     ) -> Engine:
         """Load a model by alias, local folder or hub id.
@@ -265,9 +265,9 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        generation: GenerationConfig | None = None,
+        generation: SamplingParams | None = None,
         passages: Sequence[Passage] = (),
-        **wishes: Unpack[Wishes],
+        **options: Unpack[RequestOptions],
     ) -> GenerationStream:
         """Decode step by step.
 
@@ -276,7 +276,7 @@ class Engine:
             generation: Length, stop strings, sampling.
             passages: Retrieved texts that the answer may repeat. Where the prompt contains one, its tokens there are
                 marked as its own; the others are searched besides the prompt.
-            wishes: What else may be asked for.
+            options: What else may be asked for.
 
         Returns:
             An iterator over chunks; its first `next` does the prefill.
@@ -286,14 +286,14 @@ class Engine:
             ConfigError: A processor, a criterion, a grammar or a setting cannot be used.
             MissingDependencyError: There is a grammar, and llguidance is not installed.
         """
-        return GenerationStream(self, self.asked(prompt, generation, passages, **wishes))
+        return GenerationStream(self, self.asked(prompt, generation, passages, **options))
 
     def submit(
         self,
         prompt: Prompt,
-        generation: GenerationConfig | None = None,
+        generation: SamplingParams | None = None,
         passages: Sequence[Passage] = (),
-        **wishes: Unpack[Wishes],
+        **options: Unpack[RequestOptions],
     ) -> ScheduledStream | GenerationStream:
         """Decode together with the other requests of all threads, on a thread of the engine's own; never waits.
 
@@ -309,9 +309,9 @@ class Engine:
             PromptError: See `stream`.
             MissingDependencyError: See `stream`.
         """
-        return self.open(self.asked(prompt, generation, passages, **wishes))
+        return self.open(self.asked(prompt, generation, passages, **options))
 
-    def open(self, asked: Asked, *, patient: bool = False) -> ScheduledStream | GenerationStream:
+    def open(self, asked: Request, *, patient: bool = False) -> ScheduledStream | GenerationStream:
         """`submit` what `asked` has settled; `patient`: see `Scheduler.submit`."""
         inside = self.scheduler.is_here or self.lock.is_mine  # it cannot wait for a step that waits for it
         return GenerationStream(self, asked) if inside else self.scheduler.submit(asked, patient=patient)
@@ -336,16 +336,15 @@ class Engine:
     def asked(
         self,
         prompt: Prompt,
-        generation: GenerationConfig | None = None,
+        generation: SamplingParams | None = None,
         passages: Sequence[Passage] = (),
-        **wishes: Unpack[Wishes],
-    ) -> Asked:
+        **options: Unpack[RequestOptions],
+    ) -> Request:
         """Check and settle what `stream` is asked; arguments and errors are its."""
-        unknown = wishes.keys() - Wishes.__annotations__.keys()
+        unknown = options.keys() - RequestOptions.__annotations__.keys()
         if unknown:
-            raise TypeError(
-                f"unexpected argument {', '.join(sorted(unknown))}; there are {', '.join(Wishes.__annotations__)}"
-            )
+            known = ", ".join(RequestOptions.__annotations__)
+            raise TypeError(f"unexpected argument {', '.join(sorted(unknown))}; there are {known}")
         length = len(prompt.token_ids)
         if not length:
             raise PromptError("the prompt is empty; ask something")
@@ -357,15 +356,15 @@ class Engine:
                 f"the prompt has {length} tokens, and {self.name} reads at most {self.context_window - 1}; "
                 "shorten it, or retrieve fewer passages (--top-k)"
             )
-        generation = generation or GenerationConfig()
-        processors, criteria = private(wishes.get("logits_processor", ()), wishes.get("stopping_criteria", ()))
-        selector, constraint = wishes.get("selector"), None
-        if selector is None:
+        generation = generation or SamplingParams()
+        processors, criteria = private(options.get("logits_processor", ()), options.get("stopping_criteria", ()))
+        sampler, constraint = options.get("sampler"), None
+        if sampler is None:
             constraint = self._constraint(prompt, generation)
-            selector = self.selector(prompt, generation, processors, constraint)
-        draft, tenant = wishes.get("draft") or self.draft, wishes.get("tenant", "")
-        recalls = wishes.get("recall", True)
-        return Asked(prompt, generation, draft, selector, tuple(passages), tenant, criteria, constraint, recalls)
+            sampler = self.sampler(prompt, generation, processors, constraint)
+        draft, tenant = options.get("draft") or self.draft, options.get("tenant", "")
+        recalls = options.get("recall", True)
+        return Request(prompt, generation, draft, sampler, tuple(passages), tenant, criteria, constraint, recalls)
 
     def forget(self, tenant: str = "", *, learned: bool = True) -> None:
         """Forget a tenant's texts: what is kept of their beginnings, what drafting learned from them, and its answers
@@ -404,7 +403,7 @@ class Engine:
         if self.target.fixed is None and (self.costs is None or self.costs.max_nodes < max_nodes):
             self.costs = remembered(self.target, max_nodes, cache_folder() / "costs")
 
-    def _recall(self, datastore: str | Path | None, config: RecallConfig) -> Recall | None:
+    def _recall(self, datastore: str | Path | None, config: DatastoreConfig) -> DatastoreLookup | None:
         if datastore is None:
             if config.keeps_answers:
                 raise ConfigError("answers are kept in a datastore: name its folder (datastore=...)")
@@ -412,7 +411,7 @@ class Engine:
         if not hasattr(self.tokenizer, "get_vocab"):
             raise ConfigError("a datastore needs a tokenizer, by which it is known to be of this model")
         opened = open_datastore(datastore, self.tokenizer, self._vocabulary, read_only=not config.keeps_answers)
-        return Recall(opened, config)
+        return DatastoreLookup(opened, config)
 
     @property
     def crowded(self) -> bool:
@@ -426,18 +425,18 @@ class Engine:
         texts = min(load.running + load.waiting, self.scheduler.max_rows)
         return texts > 1 and self.costs.growth(texts) > _CROWDED
 
-    def _constraint(self, prompt: Prompt, generation: GenerationConfig) -> Constraint | None:
+    def _constraint(self, prompt: Prompt, generation: SamplingParams) -> Constraint | None:
         if generation.grammar is None:
             return None
         return Constraint(self._grammars.compile(generation.grammar), len(prompt.token_ids))
 
-    def selector(
+    def sampler(
         self,
         prompt: Prompt,
-        generation: GenerationConfig,
+        generation: SamplingParams,
         logits_processor: Sequence[Processor] = (),
         constraint: Constraint | None = None,
-    ) -> Selector:
+    ) -> Sampler:
         """What chooses the tokens of one answer.
 
         Args:
@@ -459,26 +458,26 @@ class Engine:
             given=logits_processor,
             last=[] if constraint is None else [constraint],
         )
-        return make_selector(generation, processors)
+        return make_sampler(generation, processors)
 
     @overload
     def generate(
         self,
         prompt: Prompt,
-        generation: GenerationConfig | None = None,
+        generation: SamplingParams | None = None,
         passages: Sequence[Passage] = (),
-        **wishes: Unpack[Wishes],
+        **options: Unpack[RequestOptions],
     ) -> Generation: ...
 
     @overload
     def generate(
         self,
         prompt: Sequence[Prompt],
-        generation: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        generation: SamplingParams | Sequence[SamplingParams] | None = None,
         passages: Sequence[Sequence[Passage]] = (),
         *,
         progress: bool = False,
-        **wishes: Unpack[Wishes],
+        **options: Unpack[RequestOptions],
     ) -> list[Generation]: ...
 
     def generate(
@@ -488,7 +487,7 @@ class Engine:
         passages: Sequence[Any] = (),
         *,
         progress: bool = False,
-        **wishes: Unpack[Wishes],
+        **options: Unpack[RequestOptions],
     ) -> Generation | list[Generation]:
         """Decode to the end: one prompt, or many together.
 
@@ -498,7 +497,7 @@ class Engine:
             generation: See `stream`; for many prompts one for all or one for each.
             passages: See `stream`; for many prompts, those of each.
             progress: Whether to show a progress bar over many prompts.
-            wishes: See `Wishes`; a selector for one prompt only.
+            options: See `RequestOptions`; a sampler for one prompt only.
 
         Returns:
             The answer, or the answers in the order of the prompts.
@@ -509,8 +508,8 @@ class Engine:
             BatchError: Answers failed; it holds the others.
         """
         if not isinstance(prompt, Prompt):
-            return generate_all(self, prompt, generation, passages, progress=progress, **wishes)
-        with self.stream(prompt, generation, passages, **wishes) as stream:
+            return generate_all(self, prompt, generation, passages, progress=progress, **options)
+        with self.stream(prompt, generation, passages, **options) as stream:
             for _ in stream:
                 pass
             return stream.result

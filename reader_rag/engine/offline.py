@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Unpack
 
 from tqdm.auto import tqdm
 
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.engine.outputs import Generation, Passage, Prompt
 from reader_rag.engine.reader_stream import GenerationStream
-from reader_rag.engine.sequence import Asked
+from reader_rag.engine.sequence import Request
 from reader_rag.engine.stream import ScheduledStream
 from reader_rag.errors import BatchError, BusyError, ConfigError
 
 if TYPE_CHECKING:
-    from reader_rag.engine.engine import Engine, Wishes
+    from reader_rag.engine.engine import Engine, RequestOptions
 
 _AHEAD = 4
 """Requests that are submitted at once, times those that are decoded at once."""
@@ -27,23 +27,23 @@ _PATIENCE_S = 0.1
 def generate_all(
     engine: Engine,
     prompts: Sequence[Prompt],
-    generation: GenerationConfig | Sequence[GenerationConfig] | None,
+    generation: SamplingParams | Sequence[SamplingParams] | None,
     passages: Sequence[Sequence[Passage]],
     *,
     progress: bool,
-    **wishes: Unpack[Wishes],
+    **options: Unpack[RequestOptions],
 ) -> list[Generation]:
     """See `Engine.generate`."""
     count = len(prompts)
-    if wishes.get("selector") is not None:
-        raise ConfigError("a selector chooses the tokens of one answer; decode these prompts one by one")
-    each = [generation] * count if generation is None or isinstance(generation, GenerationConfig) else list(generation)
+    if options.get("sampler") is not None:
+        raise ConfigError("a sampler chooses the tokens of one answer; decode these prompts one by one")
+    each = [generation] * count if generation is None or isinstance(generation, SamplingParams) else list(generation)
     given = list(passages) or [()] * count
     for name, values in (("settings", each), ("passages", given)):
         if len(values) != count:
             raise ConfigError(f"{len(values)} {name} for {count} prompts; give one for each, or leave them out")
     asked = [
-        engine.asked(prompt, config, texts, **wishes)
+        engine.asked(prompt, config, texts, **options)
         for prompt, config, texts in zip(prompts, each, given, strict=True)
     ]
     results: list[Generation | Exception] = []
@@ -77,7 +77,7 @@ def generate_all(
     return [result for result in results if isinstance(result, Generation)]
 
 
-def _submitted(engine: Engine, asked: Asked) -> ScheduledStream | GenerationStream | None:
+def _submitted(engine: Engine, asked: Request) -> ScheduledStream | GenerationStream | None:
     """The answer in the making, or None while too many others wait."""
     try:
         return engine.open(asked, patient=True)

@@ -98,7 +98,7 @@ class Chunk:
         token_ids: Tokens this step emitted.
         finish_reason: None until the last chunk; then "stop" (end-of-sequence token, stop string or stopping criterion)
             or "length".
-        logprobs: With `GenerationConfig.logprobs`: of each of these tokens.
+        logprobs: With `SamplingParams.logprobs`: of each of these tokens.
     """
 
     text: str
@@ -165,7 +165,7 @@ class Generation:
         finish_reason: "stop" or "length".
         stats: Counts and times.
         copied: Which spans were copied from which passage, in the answer's order, not overlapping.
-        logprobs: With `GenerationConfig.logprobs`: of each token.
+        logprobs: With `SamplingParams.logprobs`: of each token.
         margins: With `record_margins`: per token the best logit less the second best.
     """
 

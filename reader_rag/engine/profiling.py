@@ -11,7 +11,7 @@ from reader_rag.draft.successor_table import BEST
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.engine import Engine
 from reader_rag.errors import UnsupportedModelError
-from reader_rag.sampling.topk import best_tokens
+from reader_rag.sampling.topk import top_tokens
 
 _AT_ONCE = 128
 """Tokens of a forward pass: all of them children of one root, so that a pass is a very flat draft tree."""
@@ -39,7 +39,7 @@ def make_profile(engine: Engine, progress: Callable[[int, int], None] = lambda d
     for start in range(0, size, _AT_ONCE):
         tokens = np.arange(start, min(start + _AT_ONCE, size), dtype=np.int32)
         logits = engine.target.verify(_first_token(engine), _children(tokens), cache)
-        best[tokens] = best_tokens(logits[1:, :size].contiguous())  # some models have logits for no token
+        best[tokens] = top_tokens(logits[1:, :size].contiguous())  # some models have logits for no token
         progress(start + len(tokens), size)
     return Profile(engine.name, fingerprint(vocabulary), best)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reader_rag.engine.observer import Outcome
 from reader_rag.engine.outputs import Chunk, Generation
-from reader_rag.engine.sequence import Asked, Request
+from reader_rag.engine.sequence import DecodeSequence, Request
 from reader_rag.engine.step import advance
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
     Close it (or use it in a `with`) to end early: its cache is freed at once.
     """
 
-    def __init__(self, engine: Engine, asked: Asked) -> None:
+    def __init__(self, engine: Engine, asked: Request) -> None:
         self._engine = engine
-        self._request = Request(engine, asked)
+        self._request = DecodeSequence(engine, asked)
         self._closed = False
         self._told = False
         self._busy = threading.Lock()

@@ -22,7 +22,7 @@ import torch
 from reader_rag.config import BatchConfig
 from reader_rag.engine.observer import Load, Outcome
 from reader_rag.engine.outputs import Chunk
-from reader_rag.engine.sequence import Asked, Request
+from reader_rag.engine.sequence import DecodeSequence, Request
 from reader_rag.engine.step import advance
 from reader_rag.engine.stream import Delivery, ScheduledStream
 from reader_rag.errors import BusyError, ConfigError
@@ -53,7 +53,7 @@ def _close_all() -> None:
 class _Row:
     """A request, from when it was submitted until it has ended."""
 
-    request: Request
+    request: DecodeSequence
     delivery: Delivery
     submitted: float
     patient: bool
@@ -141,7 +141,7 @@ class Scheduler:
         """Whether this is its own thread, which cannot wait for itself."""
         return threading.current_thread() is self._worker
 
-    def submit(self, asked: Asked, *, patient: bool = False) -> ScheduledStream:
+    def submit(self, asked: Request, *, patient: bool = False) -> ScheduledStream:
         """Have a request decoded; never waits.
 
         Args:
@@ -155,7 +155,7 @@ class Scheduler:
             BusyError: As many requests wait already as may, or the engine is being closed.
             ConfigError: It needs more memory than all requests together may take.
         """
-        request = Request(self._engine, asked)
+        request = DecodeSequence(self._engine, asked)
         row = _Row(request, Delivery(), time.monotonic(), patient)
         needed = self._bytes_of([row])
         if needed > self.max_cache_bytes:

@@ -1,6 +1,6 @@
 """One answer in the making: its prompt is read, then drafts are made and what was verified of them is accepted.
 
-A `Request` does nothing by itself; a driver asks it for its next draft, runs the pass, and hands it the logits:
+A `DecodeSequence` does nothing by itself; a driver asks it for its next draft, runs the pass, and hands it the logits:
 `batch.advance` for any number of requests at once, under the engine's lock.
 """
 
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.draft.context_index import ContextIndex
 from reader_rag.draft.tree import SOURCES, STORED, SUCCESSOR, DraftTree
 from reader_rag.draft.tree_builder import NOTHING_STORED, TreeBuilder
-from reader_rag.engine.detokenizer import TextAssembler
-from reader_rag.engine.draft_state import Learned
+from reader_rag.engine.detokenizer import Detokenizer
+from reader_rag.engine.draft_state import DraftState
 from reader_rag.engine.outputs import (
     Chunk,
     CopiedSpan,
@@ -37,11 +37,11 @@ from reader_rag.errors import DatastoreError
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.step_costs import Rest
 from reader_rag.model.target import AnyCache
-from reader_rag.sampling.accept import walk
+from reader_rag.sampling.accept import accept_path
 from reader_rag.sampling.constrained import Constraint
 from reader_rag.sampling.logprobs import TokenLogprobs, token_logprobs
-from reader_rag.sampling.sampler import Selector, Verified
-from reader_rag.sampling.topk import Fetched, best_tokens
+from reader_rag.sampling.sampler import Sampler, Verified
+from reader_rag.sampling.topk import TopK, top_tokens
 
 if TYPE_CHECKING:
     from reader_rag.engine.engine import Engine
@@ -58,14 +58,14 @@ _TOKENS_BEFORE = 4
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What one answer is asked for; see `Engine.stream`.
 
     Attributes:
         prompt: What to continue.
         generation: Length, stop strings, sampling.
         draft: How drafts are made.
-        selector: Chooses the tokens.
+        sampler: Chooses the tokens.
         passages: Texts that the answer may repeat.
         tenant: On whose behalf.
         criteria: Ask whether to stop.
@@ -74,9 +74,9 @@ class Asked:
     """
 
     prompt: Prompt
-    generation: GenerationConfig
+    generation: SamplingParams
     draft: DraftConfig
-    selector: Selector
+    sampler: Sampler
     passages: tuple[Passage, ...] = ()
     tenant: str = ""
     criteria: Sequence[StoppingCriterion] = ()
@@ -84,7 +84,7 @@ class Asked:
     recalls: bool = True
 
 
-class Request:
+class DecodeSequence:
     """One answer in the making. Not for several threads at once.
 
     Args:
@@ -97,7 +97,7 @@ class Request:
         finish: Why the answer ended; None while it has not.
     """
 
-    def __init__(self, engine: Engine, asked: Asked) -> None:
+    def __init__(self, engine: Engine, asked: Request) -> None:
         self.asked = asked
         self.rest = Rest()
         self.finish: FinishReason | None = None
@@ -119,7 +119,7 @@ class Request:
         self._state: _State | None = None
         self._copied: tuple[CopiedSpan, ...] = ()
         generation = asked.generation
-        self._text = TextAssembler(
+        self._text = Detokenizer(
             engine.tokenizer, generation.stop, asked.prompt.token_ids[-_TOKENS_BEFORE:], generation.include_stop
         )
 
@@ -168,7 +168,7 @@ class Request:
         if state.cache.length == len(self.asked.prompt.token_ids):
             state.keep()
             nothing = DraftTree.empty()
-            token = self.asked.selector(Verified(logits, nothing, state.index.sequence))(0)
+            token = self.asked.sampler(Verified(logits, nothing, state.index.sequence))(0)
             self._counts["cache_bytes"] = state.cache.nbytes
             self._take(token)
             self._record(logits, [0], [token])
@@ -221,7 +221,7 @@ class Request:
             tree = tree.chain()
         return tree
 
-    def accept(self, tree: DraftTree, logits: torch.Tensor, fetched: Fetched | None) -> tuple[int, Counter[str]]:
+    def accept(self, tree: DraftTree, logits: torch.Tensor, fetched: TopK | None) -> tuple[int, Counter[str]]:
         """Emit what the target says of a draft, and keep what agrees with it.
 
         Args:
@@ -237,8 +237,8 @@ class Request:
         if self.learns:
             state.learn(self.root, tree, logits, fetched)
         highest = None if fetched is None else fetched.highest
-        target = self.asked.selector(Verified(logits, tree, state.index.sequence, highest))
-        accepted, emitted = walk(tree, lambda node: target(node + 1), self._take)
+        target = self.asked.sampler(Verified(logits, tree, state.index.sequence, highest))
+        accepted, emitted = accept_path(tree, lambda node: target(node + 1), self._take)
         rows = [0, *(node + 1 for node in accepted)]
         state.cache.keep(rows)
         self._counts["steps"] += 1
@@ -371,7 +371,7 @@ class _Texts:
     provenance: Provenance
 
     @classmethod
-    def of(cls, engine: Engine, asked: Asked, max_tokens: int) -> _Texts:
+    def of(cls, engine: Engine, asked: Request, max_tokens: int) -> _Texts:
         """Of a request that has not begun."""
         index = ContextIndex(
             asked.prompt.token_ids,
@@ -403,7 +403,7 @@ class _State:
     """
 
     def __init__(
-        self, engine: Engine, asked: Asked, texts: _Texts, draft: DraftConfig, max_tokens: int, learned: Learned
+        self, engine: Engine, asked: Request, texts: _Texts, draft: DraftConfig, max_tokens: int, learned: DraftState
     ) -> None:
         prompt = asked.prompt
         self.cache: AnyCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
@@ -485,9 +485,9 @@ class _State:
     def learn_prompt(self, before: int, start: int, logits: torch.Tensor) -> None:
         """Learn from a chunk of the prompt behind the first `before` tokens; see `SeenLogits`."""
         assert self._successors is not None
-        self._successors.learn_text(self.index.sequence, before + start, best_tokens(logits))
+        self._successors.learn_text(self.index.sequence, before + start, top_tokens(logits))
 
-    def learn(self, root: int, tree: DraftTree, logits: torch.Tensor, fetched: Fetched | None) -> None:
+    def learn(self, root: int, tree: DraftTree, logits: torch.Tensor, fetched: TopK | None) -> None:
         """Learn from a verified tree, the nodes that are not accepted included; where anything `learns`.
 
         Args:
@@ -501,7 +501,7 @@ class _State:
         tokens = np.concatenate([np.array([root], np.int32), tree.tokens])
         before = np.concatenate([sequence[-2:-1] if len(sequence) > 1 else [-1], tokens[tree.parents + 1]])
         known = None if fetched is None else fetched.best
-        self._successors.learn(before, tokens, best_tokens(logits) if known is None else known)
+        self._successors.learn(before, tokens, top_tokens(logits) if known is None else known)
 
     def copied(self, tree: DraftTree, node: int, token: int) -> str:
         """Note where an accepted node came from; returns its source's name."""

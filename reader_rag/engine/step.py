@@ -11,9 +11,9 @@ import torch
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.observer import StepReport
-from reader_rag.engine.sequence import Request
+from reader_rag.engine.sequence import DecodeSequence
 from reader_rag.model.target import Step
-from reader_rag.sampling.topk import Fetched, fetch
+from reader_rag.sampling.topk import TopK, fetch
 from reader_rag.util.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _NOT_OF_A_REQUEST = (KeyboardInterrupt, GeneratorExit)
 
 
 @torch.inference_mode()
-def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, BaseException]:
+def advance(engine: Engine, requests: Sequence[DecodeSequence]) -> dict[DecodeSequence, BaseException]:
     """Draft, verify and accept once, all in one pass where the model can. Under the engine's lock.
 
     Args:
@@ -35,9 +35,9 @@ def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, BaseEx
         Those that failed and why; the others have gone on.
     """
     started = time.perf_counter()
-    failed: dict[Request, BaseException] = {}
-    trees: dict[Request, DraftTree] = {}
-    drafting: dict[Request, float] = {}
+    failed: dict[DecodeSequence, BaseException] = {}
+    trees: dict[DecodeSequence, DraftTree] = {}
+    drafting: dict[DecodeSequence, float] = {}
     for request in requests:
         before = time.perf_counter()
         try:
@@ -71,14 +71,14 @@ def advance(engine: Engine, requests: Sequence[Request]) -> dict[Request, BaseEx
     return failed
 
 
-def _note(request: Request, error: BaseException, failed: dict[Request, BaseException]) -> None:
+def _note(request: DecodeSequence, error: BaseException, failed: dict[DecodeSequence, BaseException]) -> None:
     """An error in a request ends that request alone."""
     if isinstance(error, _NOT_OF_A_REQUEST):
         raise error
     failed[request] = error
 
 
-def _within_budget(engine: Engine, trees: dict[Request, DraftTree]) -> dict[Request, DraftTree]:
+def _within_budget(engine: Engine, trees: dict[DecodeSequence, DraftTree]) -> dict[DecodeSequence, DraftTree]:
     """Of each tree the nodes that pay, of all in one pool where they share a pass."""
     costs = engine.costs
     if costs is None:
@@ -101,8 +101,8 @@ def _within_budget(engine: Engine, trees: dict[Request, DraftTree]) -> dict[Requ
 
 
 def _verified(
-    engine: Engine, trees: dict[Request, DraftTree], failed: dict[Request, BaseException]
-) -> dict[Request, tuple[torch.Tensor, Fetched | None]]:
+    engine: Engine, trees: dict[DecodeSequence, DraftTree], failed: dict[DecodeSequence, BaseException]
+) -> dict[DecodeSequence, tuple[torch.Tensor, TopK | None]]:
     """The logits of each request's tree. One that makes the pass fail is found by trying each alone."""
     steps = {request: Step(request.root, tree, request.cache) for request, tree in trees.items()}
     if len(steps) > 1:
@@ -111,7 +111,7 @@ def _verified(
         except Exception as error:  # whose it was, each one alone tells
             if is_out_of_memory(error) and engine.prefixes is not None:
                 engine.prefixes.clear()  # what answers need goes before what might be needed
-    verified: dict[Request, tuple[torch.Tensor, Fetched | None]] = {}
+    verified: dict[DecodeSequence, tuple[torch.Tensor, TopK | None]] = {}
     for request, step in steps.items():
         try:
             verified |= _pass_over(engine, {request: step})
@@ -120,7 +120,9 @@ def _verified(
     return verified
 
 
-def _pass_over(engine: Engine, steps: Mapping[Request, Step]) -> dict[Request, tuple[torch.Tensor, Fetched | None]]:
+def _pass_over(
+    engine: Engine, steps: Mapping[DecodeSequence, Step]
+) -> dict[DecodeSequence, tuple[torch.Tensor, TopK | None]]:
     logits = engine.target.verify_batch(list(steps.values()))
     known = fetch(logits, learns=any(request.learns for request in steps))
     return dict(zip(steps, zip(logits, known, strict=True), strict=True))

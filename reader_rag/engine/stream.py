@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
 from reader_rag.engine.outputs import Chunk, Generation
-from reader_rag.engine.sequence import Request
+from reader_rag.engine.sequence import DecodeSequence
 
 if TYPE_CHECKING:
     from reader_rag.engine.engine import Engine
@@ -108,7 +108,7 @@ class ScheduledStream(Iterator[Chunk], AsyncIterator[Chunk]):
     freed before the next step. For one reader at a time.
     """
 
-    def __init__(self, engine: Engine, request: Request, delivery: Delivery) -> None:
+    def __init__(self, engine: Engine, request: DecodeSequence, delivery: Delivery) -> None:
         self._engine = engine
         self._request = request
         self._delivery = delivery

@@ -52,7 +52,7 @@ class _Block:
         self.children: dict[bytes, _Block] = {}
 
 
-class PrefixStore:
+class PrefixCache:
     """The beginnings of texts, by tenant. Not for several threads at once.
 
     A block is found by its tenant and by all tokens up to its end, each compared with those stored, never by a hash

@@ -32,11 +32,11 @@ from llama_index.core.schema import BaseNode, NodeWithScore
 
 from reader_rag.config import (
     BatchConfig,
+    DatastoreConfig,
     DraftConfig,
     Exactness,
     Forward,
-    GenerationConfig,
-    RecallConfig,
+    SamplingParams,
     checked_tenant,
 )
 from reader_rag.config.grammar import Grammar
@@ -120,7 +120,7 @@ class _CallArguments(BaseModel):
 class _Call:
     """What one call asks of the engine, the prompt aside."""
 
-    generation: GenerationConfig
+    generation: SamplingParams
     draft: DraftConfig
     passages: tuple[Passage, ...]
     tenant: str
@@ -146,14 +146,14 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         trust_remote_code: Run code that comes with the model.
         batch: How many calls are decoded together; None takes what suits the device.
         datastore: Folder of texts and earlier answers that drafts are searched in; None: there is none.
-        recall: What is looked up there, and whether answers are kept; None takes `RecallConfig()`.
+        recall: What is looked up there, and whether answers are kept; None takes `DatastoreConfig()`.
         max_nodes: Most drafted tokens per step; 0 decodes plainly.
         speculate: False decodes plainly.
         max_tokens: Most tokens of an answer.
         temperature: 0 is greedy; above 0 samples.
         top_p: Sample among the fewest tokens whose probabilities sum to at least this.
         top_k: Sample among the k most probable tokens; 0 takes all.
-        min_p: See `GenerationConfig`, here and below.
+        min_p: See `SamplingParams`, here and below.
         typical_p: Also a way to leave out improbable tokens.
         seed: Key of the sampling noise; None draws one per call.
         repetition_penalty: As in `transformers`; 1 is off.
@@ -184,7 +184,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
     trust_remote_code: bool = Field(default=False, frozen=True)
     batch: BatchConfig | None = Field(default=None, frozen=True)
     datastore: Path | None = Field(default=None, frozen=True)
-    recall: RecallConfig | None = Field(default=None, frozen=True)
+    recall: DatastoreConfig | None = Field(default=None, frozen=True)
     max_nodes: int = DraftConfig().max_nodes
     speculate: bool = True
     max_tokens: int = 256
@@ -322,7 +322,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
 
         Args:
             messages: Text messages; `system_prompt` is put first unless they begin with a system message.
-            kwargs: For this call: `max_nodes`, `tenant`, `recall`, and what `GenerationConfig` and `Engine.stream`
+            kwargs: For this call: `max_nodes`, `tenant`, `recall`, and what `SamplingParams` and `Engine.stream`
                 take: `max_tokens, temperature, top_p, top_k, min_p, typical_p, seed, repetition_penalty,
                 presence_penalty, frequency_penalty, no_repeat_ngram, min_tokens, bad_words, suppress_tokens, stop,
                 include_stop, logprobs, grammar, logits_processor, stopping_criteria, speculate`.
@@ -441,7 +441,7 @@ class ReaderLLM(ContextHooks, StructuredOutput, CustomLLM):
         settings |= {name: own[name] for name in _ONLY_OF_A_CALL & own.keys()}
         settings["grammar"] = arguments.grammar
         settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        generation = GenerationConfig(**settings, speculate=self._speculates(arguments))
+        generation = SamplingParams(**settings, speculate=self._speculates(arguments))
         draft = replace(self._draft, max_nodes=own.get("max_nodes", self.max_nodes))
         context = () if self._context is None else (self._context,)
         return _Call(

@@ -22,7 +22,7 @@ cannot be rolled back."""
 _NEIGHBOURS = "kernels compute a row differently depending on its neighbours"
 
 
-def find_target(
+def select_target(
     model: PreTrainedModel,
     *,
     name: str,
@@ -72,7 +72,7 @@ def find_target(
     return chains, "chain"
 
 
-def find_reuse(target: AnyTarget, exactness: Exactness) -> Reuse | None:
+def select_reuse(target: AnyTarget, exactness: Exactness) -> Reuse | None:
     """What texts that begin the same may have of one another; None: nothing, so that each is read whole.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from reader_rag.draft.tree import DraftTree
 
 
-def walk(
+def accept_path(
     tree: DraftTree, target: Callable[[int], int], ends: Callable[[int], bool] = lambda token: False
 ) -> tuple[list[int], list[int]]:
     """Follow the tree from its root for as long as it carries the target's own token.

@@ -225,8 +225,8 @@ class GrammarState:
         deepest = max_nodes if max_depth is None else min(max_nodes, max_depth)
         if deepest < 1 or self._ended:
             return DraftTree.empty()
-        walk = _Walk(self._matcher.deep_copy(), tree, self._eos_ids, self._end, self._vocabulary_size, deepest)
-        return walk.run(max_nodes)
+        shaping = _Shaping(self._matcher.deep_copy(), tree, self._eos_ids, self._end, self._vocabulary_size, deepest)
+        return shaping.run(max_nodes)
 
     def _may_end(self) -> bool:
         return bool(self._matcher.is_accepting())
@@ -279,8 +279,8 @@ class Constraint:
         self._followed += len(tokens)
 
 
-class _Walk:
-    """One walk over a draft, depth first; see `GrammarState.shape`.
+class _Shaping:
+    """One pass over a draft, depth first; see `GrammarState.shape`.
 
     Args:
         matcher: At the tree's root; changed.

@@ -25,7 +25,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.errors import ConfigError
 from reader_rag.sampling.sampler import Processor
 
@@ -84,7 +84,7 @@ class OpenAIPenalties(LogitsProcessor):
 
 
 def make_processors(
-    generation: GenerationConfig,
+    generation: SamplingParams,
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompt_tokens: int,
@@ -126,7 +126,7 @@ def make_processors(
     return made
 
 
-def _warpers(g: GenerationConfig) -> list[Any]:
+def _warpers(g: SamplingParams) -> list[Any]:
     warpers: list[Any] = []
     if g.temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(g.temperature))

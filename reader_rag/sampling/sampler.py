@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import ConfigError
 
@@ -50,7 +50,7 @@ class Verified:
         return prefix
 
 
-class Selector(Protocol):
+class Sampler(Protocol):
     """Says which token the target emits after each row of a forward pass."""
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
@@ -97,7 +97,7 @@ class Processed:
         self._seed = seed
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
-        """See `Selector`."""
+        """See `Sampler`."""
 
         return lambda row: int(self.perturbed(verified, row).argmax())
 
@@ -162,8 +162,8 @@ def gumbel(
     return noise
 
 
-def make_selector(generation: GenerationConfig, processors: Sequence[Any] = ()) -> Selector:
-    """The selector that a call's settings ask for.
+def make_sampler(generation: SamplingParams, processors: Sequence[Any] = ()) -> Sampler:
+    """The sampler that a call's settings ask for.
 
     Args:
         generation: The settings.

@@ -19,19 +19,19 @@ _ROWS_TOGETHER = 512
 
 
 @dataclass(frozen=True)
-class Fetched:
+class TopK:
     """What is asked of the logits of every pass.
 
     Attributes:
         highest: [rows], the most probable token of each; of equal ones, the first.
-        best: int32 [rows, BEST], see `best_tokens`; None: not asked for.
+        best: int32 [rows, BEST], see `top_tokens`; None: not asked for.
     """
 
     highest: list[int]
     best: NDArray[np.int32] | None
 
 
-def fetch(passes: Sequence[torch.Tensor], *, learns: bool) -> list[Fetched | None]:
+def fetch(passes: Sequence[torch.Tensor], *, learns: bool) -> list[TopK | None]:
     """What is asked of the passes of several texts, from an accelerator in one transfer for all.
 
     Each transfer waits until all that was asked of the device is done; of the texts of a batch, that would be two each.
@@ -48,7 +48,7 @@ def fetch(passes: Sequence[torch.Tensor], *, learns: bool) -> list[Fetched | Non
     return list(fetched(passes, learns=learns))
 
 
-def fetched(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[Fetched]:
+def fetched(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[TopK]:
     """`fetch`, wherever the logits are."""
     ranked = [_ranked(group[0] if len(group) == 1 else torch.cat(group), learns) for group in _groups(passes)]
     tokens = torch.cat(ranked).to("cpu", torch.int32).numpy()
@@ -58,7 +58,7 @@ def fetched(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[Fetched
     for logits in passes:
         rows = slice(start, start + len(logits))
         start = rows.stop
-        yield Fetched(highest[rows], None if best is None else best[rows])
+        yield TopK(highest[rows], None if best is None else best[rows])
 
 
 def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -84,12 +84,12 @@ def _highest_places(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(best: NDArray[np.int32]) -> NDArray[np.int32]:
-    """As wide as `best_tokens` gives them."""
+    """As wide as `top_tokens` gives them."""
     missing = BEST - best.shape[1]
     return np.pad(best, ((0, 0), (0, missing)), constant_values=-1) if missing else best
 
 
-def best_tokens(logits: torch.Tensor) -> NDArray[np.int32]:
+def top_tokens(logits: torch.Tensor) -> NDArray[np.int32]:
     """The `BEST` most probable next tokens of each row, the best first; -1 where the vocabulary has fewer.
 
     Args:
@@ -115,7 +115,7 @@ def _highest(values: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _best_of_rows(logits: Any, best: Any) -> None:
-    """As `best_tokens`: a block of the vocabulary is looked into only if its highest value is among the best so far."""
+    """As `top_tokens`: a block of the vocabulary is looked into only if its highest value is among the best so far."""
     rows, vocabulary = logits.shape
     kept = best.shape[1]
     values = np.empty(kept, logits.dtype)

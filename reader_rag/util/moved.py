@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -38,6 +38,32 @@ MOVED = {
 }
 """Old module to new module, both below `reader_rag`."""
 
+RENAMED = {
+    "GenerationConfig": "SamplingParams",
+    "RecallConfig": "DatastoreConfig",
+    "Asked": "Request",
+    "Wishes": "RequestOptions",
+}
+"""Old name of a class to its new one."""
+
+
+def new_name(module: str, names: Container[str], name: str) -> str:
+    """The new name of a class, with a `DeprecationWarning`.
+
+    Args:
+        module: Name of the module that is asked, for messages.
+        names: The names that the module has.
+        name: The old name.
+
+    Raises:
+        AttributeError: The module has nothing of which this is an old name.
+    """
+    new = RENAMED.get(name)
+    if new is None or new not in names:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warnings.warn(f"{name} is now {new}; the old name goes in reader_rag 0.3", DeprecationWarning, stacklevel=3)
+    return new
+
 
 class _MovedModules(MetaPathFinder, Loader):
     """Finds modules by their old names. It is asked last, so that names in use cost nothing."""
@@ -64,6 +90,8 @@ class _MovedModules(MetaPathFinder, Loader):
         target = import_module(new)
 
         def forward(attribute: str) -> Any:
+            if not hasattr(target, attribute):
+                attribute = new_name(new, vars(target), attribute)
             return getattr(target, attribute)
 
         module.__dict__["__getattr__"] = forward

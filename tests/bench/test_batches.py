@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from reader_rag.bench.commands import app
 from reader_rag.bench.generate.batches import compare_batch
 from reader_rag.bench.generate.methods import Task
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.errors import ConfigError
 
@@ -25,7 +25,7 @@ def engine(tiny_model: Any, tiny_tokenizer: Any) -> Engine:
 
 
 def tasks(engine: Engine, **options: Any) -> list[tuple[str, Task]]:
-    settings = GenerationConfig(max_tokens=20, ignore_eos=True)
+    settings = SamplingParams(max_tokens=20, ignore_eos=True)
     return [(str(number), Task(engine.encode(text), settings, **options)) for number, text in enumerate(PROMPTS)]
 
 
@@ -49,7 +49,7 @@ def test_so_many_are_decoded_at_once(engine: Engine) -> None:
 
 
 def test_generate_of_transformers_gives_the_same_answers(engine: Engine) -> None:
-    settings = GenerationConfig(max_tokens=20)
+    settings = SamplingParams(max_tokens=20)
     asked = [(name, Task(task.prompt, settings)) for name, task in tasks(engine)]
     report = compare_batch(engine, asked, ["plain", "reader", "hf"], 3)
     assert report["identical"]["different"] == []

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from reader_rag.bench.commands import app
 from reader_rag.bench.generate.generate import compare
 from reader_rag.bench.generate.methods import METHODS, Task
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.errors import ConfigError
 
 PROMPTS = ["the cat and the hat and the cat and the hat and", "on the other side of the other side of the"]
@@ -21,7 +21,7 @@ PROMPTS = ["the cat and the hat and the cat and the hat and", "on the other side
 @pytest.fixture(scope="module")
 def report(tiny_engine: Any) -> dict[str, Any]:
     tasks = [
-        (str(number), Task(tiny_engine.encode(text), GenerationConfig(max_tokens=24)))
+        (str(number), Task(tiny_engine.encode(text), SamplingParams(max_tokens=24)))
         for number, text in enumerate(PROMPTS)
     ]
     return compare(tiny_engine, tasks, list(METHODS))
@@ -51,20 +51,20 @@ def test_tokens_of_reader_and_plain_are_compared(report: dict[str, Any]) -> None
 
 
 def test_the_methods_emit_the_same_tokens(tiny_engine: Any) -> None:
-    task = Task(tiny_engine.encode(PROMPTS[0]), GenerationConfig(max_tokens=24))
+    task = Task(tiny_engine.encode(PROMPTS[0]), SamplingParams(max_tokens=24))
     answers = {name: run(tiny_engine, task).tokens for variants in METHODS.values() for name, run in variants.items()}
     assert set(answers.values()) == {answers["plain"]}
 
 
 def test_a_trace_is_followed_whatever_the_weights_say(tiny_engine: Any) -> None:
     forced = (5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8)
-    task = Task(tiny_engine.encode(PROMPTS[0]), GenerationConfig(), forced)
+    task = Task(tiny_engine.encode(PROMPTS[0]), SamplingParams(), forced)
     for method in ("plain", "reader"):
         assert METHODS[method][method](tiny_engine, task).tokens == forced
 
 
 def test_generate_cannot_follow_a_trace(tiny_engine: Any) -> None:
-    task = Task(tiny_engine.encode(PROMPTS[0]), GenerationConfig(), (5, 6))
+    task = Task(tiny_engine.encode(PROMPTS[0]), SamplingParams(), (5, 6))
     with pytest.raises(ConfigError, match="--methods plain,reader only"):
         compare(tiny_engine, [("1", task)], ["plain", "hf"])
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from reader_rag.bench.commands import app
 from reader_rag.bench.load.load import LoadPlan, run_load
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
-from reader_rag.engine.sequence import Request
+from reader_rag.engine.sequence import DecodeSequence
 
 TEXTS = ("the cat and the hat and the cat and the hat and", "on the other side", "a")
 PLAN = LoadPlan(requests=40, at_once=8, rounds=2)
@@ -29,7 +29,7 @@ def engine(tiny_model: Any, tiny_tokenizer: Any) -> Engine:
 def test_all_ends_are_counted_and_nothing_is_left(engine: Engine) -> None:
     said: list[str] = []
     prompts = [engine.encode(text) for text in TEXTS]
-    report = run_load(engine, prompts, GenerationConfig(max_tokens=24, ignore_eos=True), PLAN, said.append)
+    report = run_load(engine, prompts, SamplingParams(max_tokens=24, ignore_eos=True), PLAN, said.append)
     for row in report["rounds"]:
         counts = [row[name] for name in ("right", "wrong", "cancelled", "refused", "not_refused")]
         assert counts == [34, 0, 4, 2, 0]
@@ -46,22 +46,22 @@ def test_a_wrong_answer_is_seen(engine: Engine) -> None:
 
     engine.target.verify_batch = wrong  # type: ignore[method-assign]
     prompts = [engine.encode(text) for text in TEXTS]
-    report = run_load(engine, prompts, GenerationConfig(max_tokens=24, ignore_eos=True), PLAN)
+    report = run_load(engine, prompts, SamplingParams(max_tokens=24, ignore_eos=True), PLAN)
     assert report["rounds"][0]["wrong"] > 10
 
 
 def test_what_is_not_freed_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     leaked: list[Any] = []
-    release = Request.release
+    release = DecodeSequence.release
 
-    def forgets(self: Request) -> None:
+    def forgets(self: DecodeSequence) -> None:
         if self._state is not None and not leaked:
             leaked.append(self._state)
             self._state = None
         release(self)
 
-    monkeypatch.setattr(Request, "release", forgets)
-    report = run_load(engine, [engine.encode("a")], GenerationConfig(max_tokens=4), PLAN)
+    monkeypatch.setattr(DecodeSequence, "release", forgets)
+    report = run_load(engine, [engine.encode("a")], SamplingParams(max_tokens=4), PLAN)
     assert report["rounds"][0]["cache_bytes"] > 0
 
 

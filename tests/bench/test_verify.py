@@ -17,14 +17,14 @@ from reader_rag.bench.verify import verify as module
 from reader_rag.bench.verify.verify import Difference, Verification, verify
 from reader_rag.cli.main import app
 from reader_rag.cli.verify import lines
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.draft import DraftTree
 from reader_rag.engine import sequence as request_module
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Prompt
-from reader_rag.sampling.accept import walk
+from reader_rag.sampling.accept import accept_path
 
-SETTINGS = GenerationConfig(max_tokens=20)
+SETTINGS = SamplingParams(max_tokens=20)
 TEXTS = ("the cat and the dog and the cat and the", "in the of the and")
 
 
@@ -45,7 +45,7 @@ def accepts_anything(
 ) -> tuple[list[int], list[int]]:
     """A wrong rule: the first drafted token is accepted whatever the target says."""
     if not len(tree):
-        return walk(tree, target, ends)
+        return accept_path(tree, target, ends)
     target(-1)
     first = int(tree.tokens[0])
     if ends(first):
@@ -77,7 +77,7 @@ def test_a_wrong_rule_fails_and_shows_where(
 ) -> None:
     name, prompt = prompts[1]
     plain = engine.generate(prompt, replace(SETTINGS, speculate=False)).token_ids
-    monkeypatch.setattr(request_module, "walk", accepts_anything)
+    monkeypatch.setattr(request_module, "accept_path", accepts_anything)
     drafted = engine.generate(prompt, SETTINGS).token_ids
     outcome = verify(engine, [(name, prompt)], SETTINGS)
     at = next(at for at, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b)

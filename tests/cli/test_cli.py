@@ -28,7 +28,7 @@ from reader_rag.cli.display.show import show_citations, show_comparison, show_so
 from reader_rag.cli.display.terminal import quiet_libraries
 from reader_rag.cli.loading import ModelOptions
 from reader_rag.cli.main import app
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import CopiedSpan
 from reader_rag.errors import ReaderWarning
@@ -460,7 +460,7 @@ def test_a_comparison_finds_where_answers_part_and_by_what_margin(
     tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = tiny_engine.encode("the heron and the owl")
-    generation = GenerationConfig(max_tokens=6, ignore_eos=True)
+    generation = SamplingParams(max_tokens=6, ignore_eos=True)
     truth = tiny_engine.generate(prompt, replace(generation, record_margins=True, speculate=False))
     generate = tiny_engine.generate
 
@@ -598,7 +598,7 @@ def test_the_demo_fails_if_tokens_differ_in_float32(
     two_topics: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def differing(given: Any, llm: ReaderLLM) -> Comparison:
-        result = compare(llm.engine, llm.engine.encode("the heron"), GenerationConfig(max_tokens=4))
+        result = compare(llm.engine, llm.engine.encode("the heron"), SamplingParams(max_tokens=4))
         return replace(result, difference=Difference(position=1, plain="a", reader="b", margin=0.01))
 
     monkeypatch.setattr(ask_module, "compare_answer", differing)

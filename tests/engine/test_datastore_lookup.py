@@ -11,7 +11,7 @@ import pytest
 from costs_stub import EverythingPays
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from reader_rag.config import DraftConfig, GenerationConfig, RecallConfig
+from reader_rag.config import DatastoreConfig, DraftConfig, SamplingParams
 from reader_rag.datastore import Cursor, Datastore
 from reader_rag.engine.datastore_lookup import answers_of, open_datastore, passages_of, texts_of
 from reader_rag.engine.engine import Engine
@@ -38,7 +38,7 @@ class Made:
             draft=ALONE,
             prefix_bytes=0,
             datastore=self.folder if datastore else None,
-            recall=RecallConfig(**recall),
+            recall=DatastoreConfig(**recall),
         )
         engine.costs = EverythingPays()
         self._engines.append(engine)
@@ -66,7 +66,7 @@ def made(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, 
 
 
 def ask(engine: Engine, text: str = "what is the answer", tenant: str = "", **generation: Any) -> Generation:
-    settings = GenerationConfig(**({"max_tokens": 40, "ignore_eos": True} | generation))
+    settings = SamplingParams(**({"max_tokens": 40, "ignore_eos": True} | generation))
     return engine.generate(engine.tokenize(text, special=False), settings, tenant=tenant)
 
 
@@ -89,7 +89,7 @@ def test_a_question_that_comes_again_is_drafted_from_its_answer(made: Made, samp
 def test_requests_that_share_passes_find_them_too(made: Made) -> None:
     engine = made.keeping()
     prompt = engine.tokenize("what is the answer", special=False)
-    settings = GenerationConfig(max_tokens=40, ignore_eos=True)
+    settings = SamplingParams(max_tokens=40, ignore_eos=True)
     (first,) = engine.generate([prompt], settings)
     again = engine.generate([prompt] * 3, settings)
     assert {answer.token_ids for answer in again} == {first.token_ids}
@@ -150,7 +150,7 @@ def test_forgetting_a_tenant_removes_its_answers_from_the_disk_and_nobody_elses(
 def test_answers_that_were_broken_off_or_are_very_short_are_not_kept(made: Made) -> None:
     engine = made.keeping()
     ask(engine, max_tokens=4)
-    with engine.stream(engine.tokenize("what is this", special=False), GenerationConfig(max_tokens=40)) as stream:
+    with engine.stream(engine.tokenize("what is this", special=False), SamplingParams(max_tokens=40)) as stream:
         next(stream)
     assert engine.recall is not None
     assert engine.recall.datastore.stats().get(answers_of(""), None) is None
@@ -215,12 +215,12 @@ class TestWhatCannotBe:
     )
     def test_a_setting_is_out_of_its_range(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            RecallConfig(**wrong)
+            DatastoreConfig(**wrong)
 
 
 def test_prompts_of_one_token_are_kept_whole(made: Made) -> None:
     engine = made.keeping()
-    settings = GenerationConfig(max_tokens=20, ignore_eos=True)
+    settings = SamplingParams(max_tokens=20, ignore_eos=True)
     prompt = Prompt((7,), "")
     first, again = engine.generate(prompt, settings), engine.generate(prompt, settings)
     assert first.token_ids == again.token_ids
@@ -229,7 +229,7 @@ def test_prompts_of_one_token_are_kept_whole(made: Made) -> None:
 def test_a_request_may_leave_the_datastore_alone(made: Made) -> None:
     engine = made.keeping()
     prompt = engine.tokenize("what is the answer", special=False)
-    settings = GenerationConfig(max_tokens=40, ignore_eos=True)
+    settings = SamplingParams(max_tokens=40, ignore_eos=True)
     first = engine.generate(prompt, settings, recall=False)
     assert engine.recall is not None
     assert engine.recall.datastore.namespaces() == []
@@ -248,8 +248,8 @@ def test_what_an_earlier_answer_copied_is_still_told_when_the_answer_comes_from_
     def forced(verified: Verified) -> Any:
         return lambda row: said[verified.position(row) - len(prompt.token_ids)]
 
-    settings = GenerationConfig(max_tokens=len(said), ignore_eos=True)
-    first, again = (engine.generate(prompt, settings, [passage], selector=forced) for _ in range(2))
+    settings = SamplingParams(max_tokens=len(said), ignore_eos=True)
+    first, again = (engine.generate(prompt, settings, [passage], sampler=forced) for _ in range(2))
     assert first.token_ids == again.token_ids == said
     assert drafted(again) > 10
     for answer in (first, again):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reader_rag.engine.detokenizer import TextAssembler
+from reader_rag.engine.detokenizer import Detokenizer
 
 
 class Words:
@@ -27,7 +27,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def pieces(assembler: TextAssembler, tokens: Sequence[int]) -> list[str]:
+def pieces(assembler: Detokenizer, tokens: Sequence[int]) -> list[str]:
     """What is handed out after each token, and at the end."""
     out = []
     for token in tokens:
@@ -41,7 +41,7 @@ def pieces(assembler: TextAssembler, tokens: Sequence[int]) -> list[str]:
 
 def spelled(*words: str, stop: Sequence[str] = ()) -> list[str]:
     """The pieces of an answer whose tokens are these words."""
-    return pieces(TextAssembler(Words(*words), stop), range(len(words)))
+    return pieces(Detokenizer(Words(*words), stop), range(len(words)))
 
 
 # Whole characters
@@ -50,11 +50,11 @@ def spelled(*words: str, stop: Sequence[str] = ()) -> list[str]:
 def test_an_emoji_of_four_tokens_comes_out_with_the_last_of_them(tiny_tokenizer: Any) -> None:
     tokens = encode(tiny_tokenizer, "a😀b")
     assert len(tokens) == 6
-    assert pieces(TextAssembler(tiny_tokenizer), tokens) == ["a", "", "", "", "😀", "b", ""]
+    assert pieces(Detokenizer(tiny_tokenizer), tokens) == ["a", "", "", "", "😀", "b", ""]
 
 
 def test_ends_tell_where_the_text_was_after_each_token(tiny_tokenizer: Any) -> None:
-    assembler = TextAssembler(tiny_tokenizer)
+    assembler = Detokenizer(tiny_tokenizer)
     for token in encode(tiny_tokenizer, "the é<eos>!"):
         assembler.push(token)
     #                         the  _  é1 é2 <eos> !
@@ -64,7 +64,7 @@ def test_ends_tell_where_the_text_was_after_each_token(tiny_tokenizer: Any) -> N
 
 def test_half_a_character_at_the_end_is_shown_as_the_tokenizer_shows_it(tiny_tokenizer: Any) -> None:
     tokens = encode(tiny_tokenizer, "a😀")[:3]
-    assembler = TextAssembler(tiny_tokenizer)
+    assembler = Detokenizer(tiny_tokenizer)
     assert pieces(assembler, tokens) == ["a", "", "", "\ufffd"]
     assert assembler.text == tiny_tokenizer.decode(tokens) == "a\ufffd"
     assert assembler.ends == [1, 1, 2]
@@ -73,13 +73,13 @@ def test_half_a_character_at_the_end_is_shown_as_the_tokenizer_shows_it(tiny_tok
 def test_bytes_that_are_no_character_do_not_hold_up_what_follows(tiny_tokenizer: Any) -> None:
     half = encode(tiny_tokenizer, "😀")[0]
     tokens = [half, *encode(tiny_tokenizer, "ab")]
-    assert pieces(TextAssembler(tiny_tokenizer), tokens) == ["", "\ufffda", "b", ""]
+    assert pieces(Detokenizer(tiny_tokenizer), tokens) == ["", "\ufffda", "b", ""]
 
 
 def test_special_tokens_have_no_text(tiny_tokenizer: Any) -> None:
     tokens = encode(tiny_tokenizer, "a<bos>b<eos>")
     assert len(tokens) == 4
-    assert pieces(TextAssembler(tiny_tokenizer), tokens) == ["a", "", "b", "", ""]
+    assert pieces(Detokenizer(tiny_tokenizer), tokens) == ["a", "", "b", "", ""]
 
 
 def test_the_first_token_is_spelled_by_what_precedes_it() -> None:
@@ -90,14 +90,14 @@ def test_the_first_token_is_spelled_by_what_precedes_it() -> None:
             return " ".join(self._words[token] for token in tokens)
 
     tokenizer = Spaced("one", "two", "three")
-    assert pieces(TextAssembler(tokenizer), [1, 2]) == ["two", " three", ""]
-    assert pieces(TextAssembler(tokenizer, before=[0]), [1, 2]) == [" two", " three", ""]
+    assert pieces(Detokenizer(tokenizer), [1, 2]) == ["two", " three", ""]
+    assert pieces(Detokenizer(tokenizer, before=[0]), [1, 2]) == [" two", " three", ""]
 
 
 @given(st.text(max_size=30))
 def test_every_text_comes_out_as_it_was(tiny_tokenizer: Any, text: str) -> None:
     tokens = encode(tiny_tokenizer, text)
-    assembler = TextAssembler(tiny_tokenizer)
+    assembler = Detokenizer(tiny_tokenizer)
     assert (
         "".join(pieces(assembler, tokens)) == assembler.text == tiny_tokenizer.decode(tokens, skip_special_tokens=True)
     )
@@ -105,7 +105,7 @@ def test_every_text_comes_out_as_it_was(tiny_tokenizer: Any, text: str) -> None:
 
 @given(st.lists(st.integers(3, 258), max_size=40))
 def test_any_bytes_come_out_as_the_tokenizer_decodes_them(tiny_tokenizer: Any, tokens: list[int]) -> None:
-    assembler = TextAssembler(tiny_tokenizer)
+    assembler = Detokenizer(tiny_tokenizer)
     handed_out = pieces(assembler, tokens)
     assert "".join(handed_out) == tiny_tokenizer.decode(tokens)
     assert len(assembler.ends) == len(tokens)
@@ -150,7 +150,7 @@ def test_a_shorter_stop_string_ends_the_text_before_a_longer_one_can() -> None:
 
 
 def test_nothing_is_taken_after_a_stop_string() -> None:
-    assembler = TextAssembler(Words("a", "STOP", "b"), ["STOP"])
+    assembler = Detokenizer(Words("a", "STOP", "b"), ["STOP"])
     assert [assembler.push(0), assembler.push(1)] == [False, True]
     assembler.finish()
     assert assembler.stopped
@@ -160,7 +160,7 @@ def test_nothing_is_taken_after_a_stop_string() -> None:
 
 def test_a_stop_string_made_of_a_flushed_half_character_still_ends_the_text(tiny_tokenizer: Any) -> None:
     tokens = encode(tiny_tokenizer, "a😀")[:2]
-    assembler = TextAssembler(tiny_tokenizer, ["\ufffd"])
+    assembler = Detokenizer(tiny_tokenizer, ["\ufffd"])
     assert "".join(pieces(assembler, tokens)) == assembler.text == "a"
 
 
@@ -170,7 +170,7 @@ stops = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3)
 
 @given(words, stops)
 def test_pieces_are_the_text_up_to_the_first_stop_string(words: list[str], stop: list[str]) -> None:
-    assembler = TextAssembler(Words(*words), stop)
+    assembler = Detokenizer(Words(*words), stop)
     so_far, handed_out = "", ""
     for token, word in enumerate(words):
         so_far += word
@@ -192,10 +192,10 @@ def test_pieces_are_the_text_up_to_the_first_stop_string(words: list[str], stop:
 def test_the_text_does_not_depend_on_how_many_tokens_a_step_emits(
     words: list[str], stop: list[str], steps: list[int]
 ) -> None:
-    one_by_one = TextAssembler(Words(*words), stop)
+    one_by_one = Detokenizer(Words(*words), stop)
     expected = "".join(pieces(one_by_one, range(len(words))))
 
-    in_steps, handed_out, tokens = TextAssembler(Words(*words), stop), "", list(range(len(words)))
+    in_steps, handed_out, tokens = Detokenizer(Words(*words), stop), "", list(range(len(words)))
     for step in [*steps, *[1] * len(words)]:
         for token in tokens[:step]:
             if in_steps.push(token):
@@ -211,6 +211,6 @@ def test_the_text_does_not_depend_on_how_many_tokens_a_step_emits(
 
 @pytest.mark.parametrize("text", ["naïve café 日本語 👩‍👩‍👧 the end", "\r\n\t a  b "])
 def test_streamed_pieces_never_contain_a_broken_character(tiny_tokenizer: Any, text: str) -> None:
-    handed_out = pieces(TextAssembler(tiny_tokenizer), encode(tiny_tokenizer, text))
+    handed_out = pieces(Detokenizer(tiny_tokenizer), encode(tiny_tokenizer, text))
     assert "".join(handed_out) == text
     assert not any("\ufffd" in piece for piece in handed_out)

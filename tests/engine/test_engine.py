@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from reader_rag.config import DraftConfig, Forward, GenerationConfig
+from reader_rag.config import DraftConfig, Forward, SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Chunk, Generation, Passage, Prompt
 from reader_rag.errors import ConfigError, PromptError, UnsupportedModelError
@@ -80,15 +80,15 @@ def generate(
     engine: Engine, prompt: Prompt | str, passages: Sequence[Passage] = (), max_nodes: int = 16, **options: Any
 ) -> Generation:
     prompt = engine.encode(prompt) if isinstance(prompt, str) else prompt
-    return engine.generate(prompt, GenerationConfig(**options), passages, draft=DraftConfig(max_nodes=max_nodes))
+    return engine.generate(prompt, SamplingParams(**options), passages, draft=DraftConfig(max_nodes=max_nodes))
 
 
 def spoken(engine: Engine, prompt: str, answer: str, passages: Sequence[Passage] = (), **options: Any) -> Generation:
     """An answer of these letters ("." ends it)."""
     encoded = engine.encode(prompt)
     tokens = [END if letter == "." else LETTERS.index(letter) + 1 for letter in answer]
-    settings = GenerationConfig(**{"max_tokens": len(tokens)} | options)
-    return engine.generate(encoded, settings, passages, selector=forced(encoded, tokens), draft=COPIES)
+    settings = SamplingParams(**{"max_tokens": len(tokens)} | options)
+    return engine.generate(encoded, settings, passages, sampler=forced(encoded, tokens), draft=COPIES)
 
 
 def hf_generate(model: Any, tokens: Sequence[int], max_tokens: int, **options: Any) -> tuple[int, ...]:
@@ -223,7 +223,7 @@ def test_drafts_that_do_not_pay_are_not_verified(letters: PreTrainedTokenizerFas
 def repeated(engine: Engine, tenant: str, **options: Any) -> Generation:
     """An answer of a model that has nothing to copy from: its prompt is one letter."""
     return engine.generate(
-        engine.encode("a"), GenerationConfig(max_tokens=12), tenant=tenant, draft=DraftConfig(max_nodes=16, **options)
+        engine.encode("a"), SamplingParams(max_tokens=12), tenant=tenant, draft=DraftConfig(max_nodes=16, **options)
     )
 
 
@@ -254,14 +254,14 @@ def test_without_successors_nothing_is_learned(engine: Engine) -> None:
 
 def test_plain_decoding_learns_nothing(engine: Engine) -> None:
     first = repeated(engine, "u1")
-    plain = GenerationConfig(max_tokens=12, speculate=False)
+    plain = SamplingParams(max_tokens=12, speculate=False)
     assert engine.generate(engine.encode("a"), plain, tenant="u2").token_ids == first.token_ids
     assert repeated(engine, "u2").stats.steps == first.stats.steps
 
 
 def test_the_prompts_own_positions_teach_what_follows_its_tokens(engine: Engine) -> None:
     prompt = engine.encode("abcdefghij")
-    engine.generate(prompt, GenerationConfig(max_tokens=2), tenant="t", draft=DraftConfig(max_nodes=16))
+    engine.generate(prompt, SamplingParams(max_tokens=2), tenant="t", draft=DraftConfig(max_nodes=16))
     with torch.inference_mode():
         logits = engine.model(torch.tensor([list(prompt.token_ids)])).logits[0]
     table = engine.learned.of("t", DraftConfig(max_nodes=16)).successors
@@ -291,7 +291,7 @@ def test_the_end_token_ends_an_answer_and_has_no_text(engine: Engine) -> None:
 def test_an_end_token_inside_an_accepted_draft_ends_the_answer_there(engine: Engine) -> None:
     encoded = engine.encode("abc<end>defabc<end>def")
     tokens = [1, 2, 3, END, 4, 5, 6]
-    result = engine.generate(encoded, GenerationConfig(max_tokens=7), selector=forced(encoded, tokens))
+    result = engine.generate(encoded, SamplingParams(max_tokens=7), sampler=forced(encoded, tokens))
     assert result.token_ids == (1, 2, 3, END)
     assert result.finish_reason == "stop"
     assert result.stats.accepted == 3
@@ -335,7 +335,7 @@ def test_stop_strings_end_an_answer_before_them(engine: Engine, stop: tuple[str,
 def test_chunks_add_up_to_the_answer_and_only_the_last_has_a_reason(engine: Engine) -> None:
     encoded = engine.encode("abcdefghabcd")
     tokens = engine.encode("efghabxefghabcz").token_ids
-    stream = engine.stream(encoded, GenerationConfig(max_tokens=50, stop=("cz",)), selector=forced(encoded, tokens))
+    stream = engine.stream(encoded, SamplingParams(max_tokens=50, stop=("cz",)), sampler=forced(encoded, tokens))
     chunks = list(stream)
     assert "".join(chunk.text for chunk in chunks) == stream.result.text == "efghabxefghab"
     assert [token for chunk in chunks for token in chunk.token_ids] == list(tokens)
@@ -349,7 +349,7 @@ def test_half_a_character_is_held_back_until_it_is_whole(tiny_engine: Engine) ->
     encoded = tiny_engine.encode("say it")
     tokens = tiny_engine.encode(" é😀!").token_ids
     stream = tiny_engine.stream(
-        encoded, GenerationConfig(max_tokens=len(tokens), speculate=False), selector=forced(encoded, tokens)
+        encoded, SamplingParams(max_tokens=len(tokens), speculate=False), sampler=forced(encoded, tokens)
     )
     assert [chunk.text for chunk in stream] == [" ", "", "é", "", "", "", "😀", "!"]
 
@@ -424,7 +424,7 @@ def held(caches: list[weakref.ref[Any]]) -> int:
 
 
 def test_a_finished_stream_holds_no_cache(engine: Engine, caches: list[weakref.ref[Any]]) -> None:
-    stream = engine.stream(engine.encode("abcabc"), GenerationConfig(max_tokens=5, ignore_eos=True))
+    stream = engine.stream(engine.encode("abcabc"), SamplingParams(max_tokens=5, ignore_eos=True))
     assert len(caches) == 0
     next(stream)
     assert held(caches) == 1
@@ -434,7 +434,7 @@ def test_a_finished_stream_holds_no_cache(engine: Engine, caches: list[weakref.r
 
 
 def test_a_closed_stream_holds_no_cache_and_keeps_what_it_has(engine: Engine, caches: list[weakref.ref[Any]]) -> None:
-    settings = GenerationConfig(max_tokens=50, ignore_eos=True, speculate=False)
+    settings = SamplingParams(max_tokens=50, ignore_eos=True, speculate=False)
     with engine.stream(engine.encode("abcabc"), settings) as stream:
         for _ in range(3):
             next(stream)
@@ -463,7 +463,7 @@ def test_a_dropped_stream_holds_no_cache(engine: Engine, caches: list[weakref.re
 def test_a_stream_closed_by_another_thread_during_a_step_ends_after_it(
     engine: Engine, caches: list[weakref.ref[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = engine.stream(engine.encode("abcabc"), GenerationConfig(max_tokens=50, ignore_eos=True))
+    stream = engine.stream(engine.encode("abcabc"), SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
     verify = engine.target.verify_batch
 
@@ -487,7 +487,7 @@ def test_an_error_in_a_step_reaches_the_caller_frees_the_cache_and_leaves_the_en
         raise RuntimeError("device lost")
 
     expected = generate(engine, "abc", max_tokens=10, ignore_eos=True).token_ids
-    stream = engine.stream(engine.encode("abc"), GenerationConfig(max_tokens=10, ignore_eos=True))
+    stream = engine.stream(engine.encode("abc"), SamplingParams(max_tokens=10, ignore_eos=True))
     next(stream)
     with monkeypatch.context() as patch:
         patch.setattr(engine.target, "verify_batch", failing)
@@ -526,7 +526,7 @@ def test_an_unknown_forward_is_refused(letters: PreTrainedTokenizerFast) -> None
 
 def test_streams_read_in_turn_give_what_each_gives_alone(engine: Engine) -> None:
     prompts = ["abcabc", "xyzxyzxyz", "hello", "QQQQ"]
-    settings = GenerationConfig(max_tokens=30)
+    settings = SamplingParams(max_tokens=30)
     alone = [generate(engine, prompt, max_tokens=30).token_ids for prompt in prompts]
     streams = [engine.stream(engine.encode(prompt), settings, draft=DraftConfig(max_nodes=16)) for prompt in prompts]
     running: list[Iterator[Chunk]] = list(streams)
@@ -549,7 +549,7 @@ def test_sixteen_threads_get_the_answers_they_get_alone(engine: Engine) -> None:
 
 
 def test_one_stream_may_be_read_by_several_threads(engine: Engine) -> None:
-    settings = GenerationConfig(max_tokens=40, ignore_eos=True)
+    settings = SamplingParams(max_tokens=40, ignore_eos=True)
     stream = engine.stream(engine.encode("abc"), settings)
     with ThreadPoolExecutor(4) as pool:
         parts = list(pool.map(lambda _: list(stream), range(4)))

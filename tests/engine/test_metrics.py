@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from reader_rag.config import BatchConfig, GenerationConfig
+from reader_rag.config import BatchConfig, SamplingParams
 from reader_rag.draft.tree import SOURCES
 from reader_rag.engine.metrics import PrometheusMetrics
 from reader_rag.engine.observer import Load, Observer, Outcome, StepReport
@@ -164,7 +164,7 @@ def told(tiny_engine: Engine) -> Iterator[Ends]:
     tiny_engine.observers.remove(ends)
 
 
-EIGHT = GenerationConfig(max_tokens=8, ignore_eos=True)
+EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 class TestEndsAreToldOnce:

@@ -9,7 +9,7 @@ from costs_stub import EverythingPays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import CopiedSpan, Generation, Passage
 
@@ -31,13 +31,13 @@ def say(
     encoded = engine.encode(prompt)
     tokens = engine.tokenize(answer, special=False).token_ids
     start = len(encoded.token_ids)
-    options = GenerationConfig(max_tokens=len(tokens), stop=stop, ignore_eos=True)
+    options = SamplingParams(max_tokens=len(tokens), stop=stop, ignore_eos=True)
     result = engine.generate(
         encoded,
         options,
         passages,
         draft=DRAFT,
-        selector=lambda verified: lambda row: tokens[verified.position(row) - start],
+        sampler=lambda verified: lambda row: tokens[verified.position(row) - start],
     )
     check(result, passages)
     return result
@@ -121,10 +121,10 @@ def test_the_targets_own_token_goes_on_a_copy_where_it_is_the_next_one(engine: E
     tokens = engine.tokenize(passage.text, special=False).token_ids
     result = engine.generate(
         encoded,
-        GenerationConfig(max_tokens=len(tokens)),
+        SamplingParams(max_tokens=len(tokens)),
         [passage],
         draft=DraftConfig(max_nodes=1),
-        selector=lambda verified: lambda row: tokens[verified.position(row) - 1],
+        sampler=lambda verified: lambda row: tokens[verified.position(row) - 1],
     )
     check(result, [passage])
     assert quotes(result) == [("p", "KLMN 789 QRST")]
@@ -154,10 +154,10 @@ def test_a_closed_stream_still_knows_what_was_copied(engine: Engine) -> None:
     tokens = engine.tokenize(passage.text, special=False).token_ids
     stream = engine.stream(
         encoded,
-        GenerationConfig(max_tokens=len(tokens)),
+        SamplingParams(max_tokens=len(tokens)),
         [passage],
         draft=DraftConfig(max_nodes=4, max_successors=0, calibrates=False),
-        selector=lambda verified: lambda row: tokens[verified.position(row) - 1],
+        sampler=lambda verified: lambda row: tokens[verified.position(row) - 1],
     )
     next(stream)
     next(stream)

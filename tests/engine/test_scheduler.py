@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from tiny_models import make_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from reader_rag.config import BatchConfig, DraftConfig, GenerationConfig
+from reader_rag.config import BatchConfig, DraftConfig, SamplingParams
 from reader_rag.engine import scheduler as scheduler_module
 from reader_rag.engine import step as batch_module
 from reader_rag.engine.engine import Engine
@@ -116,8 +116,8 @@ def held(caches: list[weakref.ref[Any]]) -> int:
     return sum(reference() is not None for reference in caches)
 
 
-def ask(**options: Any) -> GenerationConfig:
-    return GenerationConfig(**{"max_tokens": 24, "ignore_eos": True} | options)
+def ask(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | options)
 
 
 ASKED = (
@@ -138,7 +138,7 @@ class TwiceForEveryText(EverythingPays):
         return 2.0
 
 
-def alone(engine: Engine, prompt: Prompt, generation: GenerationConfig) -> Generation:
+def alone(engine: Engine, prompt: Prompt, generation: SamplingParams) -> Generation:
     """The answer that plain decoding gives to nothing but this."""
     return engine.generate(prompt, replace(generation, speculate=False))
 
@@ -607,7 +607,7 @@ class TestThreads:
                 ticks += 1
                 await asyncio.sleep(0)
 
-        async def read(prompt: Prompt, generation: GenerationConfig) -> tuple[int, ...]:
+        async def read(prompt: Prompt, generation: SamplingParams) -> tuple[int, ...]:
             stream = engine.submit(prompt, generation)
             return tuple([token async for chunk in stream for token in chunk.token_ids])
 
@@ -696,8 +696,8 @@ class TestOffline:
         assert [type(result) for result in caught.value.results] == [Generation, ValueError, Generation]
 
     def test_a_selector_is_of_one_answer(self, make_engine: Callable[..., Engine]) -> None:
-        with pytest.raises(ConfigError, match="a selector chooses the tokens of one answer"):
-            make_engine().generate([Prompt((5,))], selector=lambda verified: lambda row: 5)  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match="a sampler chooses the tokens of one answer"):
+            make_engine().generate([Prompt((5,))], sampler=lambda verified: lambda row: 5)  # type: ignore[call-overload]
 
     def test_it_waits_where_others_fill_the_queue(self, make_engine: Callable[..., Engine]) -> None:
         engine = make_engine(max_rows=1, max_waiting=1, max_wait_s=0.001)  # which is for others
@@ -745,7 +745,7 @@ class Together(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.open: list[tuple[ScheduledStream, Prompt, GenerationConfig, list[int]]] = []
+        self.open: list[tuple[ScheduledStream, Prompt, SamplingParams, list[int]]] = []
 
     @initialize(rows=st.integers(1, 5))
     def begin(self, rows: int) -> None:
@@ -774,7 +774,7 @@ class Together(RuleBasedStateMachine):
     ) -> None:
         prompt = self.engine.encode(text[cut:] or "a")
         temperature = 0.0 if sampled is None else 1.0
-        generation = GenerationConfig(
+        generation = SamplingParams(
             max_tokens=tokens,
             temperature=temperature,
             seed=sampled,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from random_trees import random_tokens, random_tree
 from tiny_models import EAGER_ONLY, VOCABULARY, long_rope, make_model
 
-from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.draft import DraftTree
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.reader_stream import GenerationStream
@@ -629,7 +629,7 @@ def test_requests_advanced_together_answer_as_each_alone_and_give_their_rows_bac
 
     def streams() -> list[GenerationStream]:
         return [
-            engine.stream(engine.encode(prompt), GenerationConfig(max_tokens=10 + 8 * n, ignore_eos=True))
+            engine.stream(engine.encode(prompt), SamplingParams(max_tokens=10 + 8 * n, ignore_eos=True))
             for n, prompt in enumerate(prompts)
         ]
 

@@ -16,11 +16,11 @@ from tiny_models import COMMON, VOCABULARY, long_rope, make_model
 from transformers import PreTrainedModel
 
 from reader_rag.bench.generate.random_weights import NoText
-from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ConfigError, ReaderWarning, UnsupportedModelError
-from reader_rag.kv_cache.prefix_cache import PrefixStore
+from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.kv_cache.tree_cache import States, TreeCache
 from reader_rag.model import target as step
 from reader_rag.model.cpu import forward as cpu_forward
@@ -49,11 +49,11 @@ class Written:
             self.tokens += pair[0][0, 0, :, 0].tolist()
 
 
-def keep(store: PrefixStore, tokens: Sequence[int], tenant: str = "") -> None:
+def keep(store: PrefixCache, tokens: Sequence[int], tenant: str = "") -> None:
     store.keep(tenant, tokens, Written(tokens))
 
 
-def found(store: PrefixStore, tokens: Sequence[int], tenant: str = "") -> int:
+def found(store: PrefixCache, tokens: Sequence[int], tenant: str = "") -> int:
     """How many tokens of a prompt the store gives back, each of them the right one."""
     cache = Written()
     count = store.restore(tenant, tokens, cache)
@@ -65,7 +65,7 @@ def found(store: PrefixStore, tokens: Sequence[int], tenant: str = "") -> int:
 
 
 def test_what_two_texts_share_is_found_in_whole_blocks_and_never_the_last_token() -> None:
-    store = PrefixStore(1000, block=2)
+    store = PrefixCache(1000, block=2)
     keep(store, [1, 2, 3, 4, 5])
     assert found(store, [1, 2, 3, 4, 5]) == 4
     assert found(store, [1, 2, 3, 4]) == 2
@@ -78,7 +78,7 @@ def test_what_two_texts_share_is_found_in_whole_blocks_and_never_the_last_token(
 
 
 def test_what_texts_share_is_held_once() -> None:
-    store = PrefixStore(1000, block=2)
+    store = PrefixCache(1000, block=2)
     keep(store, [1, 2, 3, 4])
     keep(store, [1, 2, 3, 4, 5])
     assert (len(store), store.nbytes) == (2, 4 * POSITION)
@@ -96,14 +96,14 @@ def test_only_what_is_not_held_yet_is_copied(monkeypatch: pytest.MonkeyPatch) ->
         return states(self, start, stop)
 
     monkeypatch.setattr(Written, "states", noted)
-    store = PrefixStore(1000, block=2)
+    store = PrefixCache(1000, block=2)
     keep(store, [1, 2, 3])
     keep(store, [1, 2, 3, 4, 5, 6])
     assert copied == [(0, 2), (2, 4), (4, 6)]
 
 
 def test_no_tenant_finds_anothers_texts() -> None:
-    store = PrefixStore(1000, block=2)
+    store = PrefixCache(1000, block=2)
     keep(store, [1, 2, 3, 4], "a")
     assert found(store, [1, 2, 3, 4, 5], "b") == found(store, [1, 2, 3, 4, 5]) == 0
     keep(store, [1, 2], "b")
@@ -117,7 +117,7 @@ def test_no_tenant_finds_anothers_texts() -> None:
 
 
 def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings() -> None:
-    store = PrefixStore(3 * 2 * POSITION, block=2)
+    store = PrefixCache(3 * 2 * POSITION, block=2)
     keep(store, [1, 1, 2, 2])
     keep(store, [3, 3])
     assert found(store, [1, 1, 9]) == 2  # used again, unlike [2, 2] behind it
@@ -128,7 +128,7 @@ def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings() -> No
 
 
 def test_of_a_text_longer_than_the_bound_the_beginning_is_held() -> None:
-    store = PrefixStore(3 * 2 * POSITION + 1, block=2)
+    store = PrefixCache(3 * 2 * POSITION + 1, block=2)
     keep(store, [7, 7, 7, 7])
     keep(store, list(range(20)))
     assert found(store, list(range(20))) == 6
@@ -138,7 +138,7 @@ def test_of_a_text_longer_than_the_bound_the_beginning_is_held() -> None:
 
 @pytest.mark.parametrize("max_bytes", [1, 2 * POSITION - 1])
 def test_a_bound_below_one_block_holds_nothing(max_bytes: int) -> None:
-    store = PrefixStore(max_bytes, block=2)
+    store = PrefixCache(max_bytes, block=2)
     keep(store, [1, 2, 3, 4])
     assert (len(store), store.nbytes, found(store, [1, 2, 3])) == (0, 0, 0)
 
@@ -167,7 +167,7 @@ def no_memory_on_cpu() -> Exception:
     "error", [MemoryError(), torch.OutOfMemoryError("device"), no_memory_on_cpu()], ids=["numpy", "device", "cpu"]
 )
 def test_without_memory_nothing_is_kept_and_what_was_held_stays(error: Exception) -> None:
-    store = PrefixStore(1000, block=2)
+    store = PrefixCache(1000, block=2)
     keep(store, [8, 8])
     cache = Full([1, 2, 3, 4])
     cache.error = error
@@ -183,7 +183,7 @@ def test_other_errors_are_not_hidden() -> None:
     cache = Full([1, 2, 3, 4])
     cache.error = RuntimeError("device lost")
     with pytest.raises(RuntimeError, match="device lost"):
-        PrefixStore(1000, block=2).keep("", cache.tokens, cache)
+        PrefixCache(1000, block=2).keep("", cache.tokens, cache)
 
 
 class Twin:
@@ -232,7 +232,7 @@ class Twin:
 def test_it_holds_what_the_longest_shared_beginnings_and_their_last_use_say(
     most: int, block: int, calls: list[tuple[bool, str, list[int]]]
 ) -> None:
-    store, twin = PrefixStore(most * block * POSITION, block), Twin(most, block)
+    store, twin = PrefixCache(most * block * POSITION, block), Twin(most, block)
     for keeps, tenant, tokens in calls:
         if keeps:
             keep(store, tokens, tenant)
@@ -249,16 +249,16 @@ def test_it_holds_what_the_longest_shared_beginnings_and_their_last_use_say(
 
 
 class Watch:
-    """A selector that notes the logits before an answer's first token."""
+    """A sampler that notes the logits before an answer's first token."""
 
-    def __init__(self, engine: Engine, prompt: Prompt, settings: GenerationConfig) -> None:
-        self._selector = engine.selector(prompt, settings)
+    def __init__(self, engine: Engine, prompt: Prompt, settings: SamplingParams) -> None:
+        self._sampler = engine.sampler(prompt, settings)
         self.first: torch.Tensor | None = None
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
         if self.first is None:
             self.first = verified.logits[0].clone()
-        return self._selector(verified)
+        return self._sampler(verified)
 
 
 def made(model: PreTrainedModel, **options: Any) -> Engine:
@@ -274,9 +274,9 @@ def answer(
     engine: Engine, tokens: Sequence[int], tenant: str = "", length: int = 20, **options: Any
 ) -> tuple[Generation, torch.Tensor]:
     """An answer and the logits before its first token."""
-    prompt, settings = Prompt(tokens), GenerationConfig(max_tokens=length, ignore_eos=True, **options)
+    prompt, settings = Prompt(tokens), SamplingParams(max_tokens=length, ignore_eos=True, **options)
     watch = Watch(engine, prompt, settings)
-    result = engine.generate(prompt, settings, tenant=tenant, selector=watch)
+    result = engine.generate(prompt, settings, tenant=tenant, sampler=watch)
     assert watch.first is not None
     return result, watch.first
 
@@ -421,7 +421,7 @@ def test_only_an_answer_that_ended_is_kept(
     llama: PreTrainedModel, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, text = made(llama), text_of(120)
-    settings = GenerationConfig(max_tokens=21, ignore_eos=True, speculate=False)
+    settings = SamplingParams(max_tokens=21, ignore_eos=True, speculate=False)
     stream = engine.stream(Prompt(text), settings)
     for _ in range(20):
         next(stream)
@@ -539,7 +539,7 @@ def test_a_model_that_does_not_go_on_from_copies_reuses_nothing(monkeypatch: pyt
 def test_the_rest_of_a_prompt_teaches_what_follows_its_tokens(llama: PreTrainedModel) -> None:
     engine, draft = made(llama), DraftConfig(max_nodes=8)
     prompt = Prompt((np.random.default_rng(0).permutation(VOCABULARY - 3) + 3).tolist())
-    settings = GenerationConfig(max_tokens=2, ignore_eos=True)
+    settings = SamplingParams(max_tokens=2, ignore_eos=True)
     for reused in (0, 64):
         engine.learned.forget("t")
         assert engine.generate(prompt, settings, tenant="t", draft=draft).stats.reused_tokens == reused

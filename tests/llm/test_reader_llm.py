@@ -17,7 +17,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.prompts import ChatPromptTemplate
 from scripted_engine import NO_SYSTEM_TEMPLATE, ScriptedEngine, backwards, make_tokenizer
 
-from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.config.grammar import Grammar
 from reader_rag.engine.outputs import Passage
 from reader_rag.errors import ConfigError, PromptError
@@ -134,7 +134,7 @@ class TestSettings:
         )
         llm.complete("Hi")
         call = engine.calls[0]
-        assert call.generation == GenerationConfig(
+        assert call.generation == SamplingParams(
             max_tokens=7, temperature=0.5, top_p=0.9, top_k=40, seed=3, stop=("END",)
         )
         assert call.draft == DraftConfig(max_nodes=8)
@@ -146,7 +146,7 @@ class TestSettings:
         settings = {"max_tokens": 9, "temperature": 1.0, "top_p": 0.8, "top_k": 5, "seed": 4, "stop": stop}
         llm.complete("Hi", **settings, max_nodes=4, tenant="a", recall=False)
         call = engine.calls[0]
-        assert call.generation == GenerationConfig(
+        assert call.generation == SamplingParams(
             max_tokens=9, temperature=1.0, top_p=0.8, top_k=5, seed=4, stop=("END",)
         )
         assert call.draft == DraftConfig(max_nodes=4)
@@ -199,7 +199,7 @@ class TestSettings:
 
         llm.complete("Hi", **given, logits_processor=[bias], stopping_criteria=[bias])
         call = engine.calls[0]
-        assert call.generation == GenerationConfig(**given)
+        assert call.generation == SamplingParams(**given)
         assert (call.logits_processor, call.stopping_criteria) == ((bias,), (bias,))
 
     def test_penalties_may_be_settings_of_the_llm(self, engine: ScriptedEngine) -> None:
@@ -209,13 +209,13 @@ class TestSettings:
         llm.complete("Hi")
         llm.complete("Hi", min_p=0.0)
         assert [call.generation for call in engine.calls] == [
-            GenerationConfig(**given),
-            GenerationConfig(**given | {"min_p": 0.0}),
+            SamplingParams(**given),
+            SamplingParams(**given | {"min_p": 0.0}),
         ]
 
     def test_none_takes_the_own_setting(self, llm: ReaderLLM, engine: ScriptedEngine) -> None:
         llm.complete("Hi", max_tokens=None, stop=None)
-        assert engine.calls[0].generation == GenerationConfig()
+        assert engine.calls[0].generation == SamplingParams()
 
     def test_the_engines_draft_settings_are_kept(self) -> None:
         engine = ScriptedEngine(draft=DraftConfig(max_nodes=32, max_depth=7))

@@ -33,13 +33,13 @@ from transformers import (
 )
 
 from reader_rag.bench.generate.random_weights import NoText
-from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.draft import DraftTree
 from reader_rag.engine import profiling
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ReaderWarning, UnsupportedModelError
-from reader_rag.model import select_target as find_target
+from reader_rag.model import select_target as select_target
 from reader_rag.model.plain_target import PlainTarget
 from reader_rag.model.self_test import decodes_plainly, keeps_bits, verifies_chains
 from reader_rag.model.target import FixedShape, Target
@@ -61,7 +61,7 @@ def made(model: PreTrainedModel, **options: Any) -> tuple[Engine, list[str]]:
 
 
 def answer(engine: Engine, prompt: list[int], tokens: int = TOKENS, **options: Any) -> Generation:
-    return engine.generate(Prompt(prompt), GenerationConfig(max_tokens=tokens, **options))
+    return engine.generate(Prompt(prompt), SamplingParams(max_tokens=tokens, **options))
 
 
 def prompt_of(length: int) -> list[int]:
@@ -118,7 +118,7 @@ def test_answers_read_in_turn_are_those_read_alone(name: str) -> None:
     engine, _ = made(make_model(name), forward="torch")
     prompts = [[5], prompt_of(9), prompt_of(30)]
     alone = [answer(engine, prompt, 12).token_ids for prompt in prompts]
-    streams = [engine.stream(Prompt(prompt), GenerationConfig(max_tokens=12)) for prompt in prompts]
+    streams = [engine.stream(Prompt(prompt), SamplingParams(max_tokens=12)) for prompt in prompts]
     running = list(streams)
     while running:
         running = [stream for stream in running if next(stream, None) is not None]
@@ -418,7 +418,7 @@ def test_strict_changes_how_experts_are_multiplied_where_that_keeps_the_bits(nam
 
 
 def test_experts_are_as_they_were_where_strict_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_target, "keeps_bits", lambda target: False)
+    monkeypatch.setattr(select_target, "keeps_bits", lambda target: False)
     model = make_model("Mixtral")
     with pytest.raises(UnsupportedModelError, match="depending on its neighbours"):
         made(model, exactness="strict", forward="torch")

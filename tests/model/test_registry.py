@@ -217,7 +217,7 @@ def test_a_converted_model_has_the_weights_tokenizer_and_template_of_its_gguf(
 def test_a_converted_model_answers_as_generate_does(cache: Path, package: Path) -> None:
     import torch
 
-    from reader_rag.config import GenerationConfig
+    from reader_rag.config import SamplingParams
     from reader_rag.engine.engine import Engine
     from reader_rag.engine.outputs import Prompt
 
@@ -230,7 +230,7 @@ def test_a_converted_model_answers_as_generate_does(cache: Path, package: Path) 
         ids = torch.tensor([prompt])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
     for speculate in (True, False):
-        result = engine.generate(Prompt(prompt), GenerationConfig(max_tokens=20, ignore_eos=True, speculate=speculate))
+        result = engine.generate(Prompt(prompt), SamplingParams(max_tokens=20, ignore_eos=True, speculate=speculate))
         assert list(result.token_ids) == out[0, len(prompt) :].tolist()
 
 

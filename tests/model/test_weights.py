@@ -14,7 +14,7 @@ from tiny_models import COMMON, generated, make_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from reader_rag.bench.generate.random_weights import NoText
-from reader_rag.config import DraftConfig, Exactness, Forward, GenerationConfig
+from reader_rag.config import DraftConfig, Exactness, Forward, SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import PromptError, UnsupportedModelError
@@ -37,7 +37,7 @@ def make_engine(model: PreTrainedModel, forward: Forward = "auto", exactness: Ex
 
 
 def answer(engine: Engine, prompt: list[int], **options: Any) -> Generation:
-    return engine.generate(Prompt(prompt), GenerationConfig(max_tokens=TOKENS, **options))
+    return engine.generate(Prompt(prompt), SamplingParams(max_tokens=TOKENS, **options))
 
 
 def answers_are_those_of_generate(engine: Engine, model: Any) -> bool:
@@ -265,7 +265,7 @@ def test_prompts_of_a_padded_batch_have_the_answers_that_the_batch_has(tiny_toke
     for prompt, row in zip(prompts, rows[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
         ends = [k for k, token in enumerate(row) if token in engine.eos_ids]
         expected = row[: ends[0] + 1] if ends else row
-        assert list(engine.generate(prompt, GenerationConfig(max_tokens=30)).token_ids) == expected
+        assert list(engine.generate(prompt, SamplingParams(max_tokens=30)).token_ids) == expected
 
 
 def test_padding_is_taken_off_either_side() -> None:

@@ -1,4 +1,4 @@
-"""The walk accepts the tree's path that the target itself takes."""
+"""The path of a draft tree that the target accepts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reader_rag.draft import DraftTree
-from reader_rag.sampling.accept import walk
+from reader_rag.sampling.accept import accept_path
 
 
 @pytest.fixture
@@ -54,17 +54,17 @@ class Target:
 def test_it_goes_on_while_a_child_carries_the_targets_token(
     tree: DraftTree, target: dict[int, int], accepted: list[int], emitted: list[int]
 ) -> None:
-    assert walk(tree, Target(target)) == (accepted, emitted)
+    assert accept_path(tree, Target(target)) == (accepted, emitted)
 
 
 def test_the_target_is_asked_once_about_each_visited_node_and_no_other(tree: DraftTree) -> None:
     target = Target({-1: 5, 0: 6, 2: 9})
-    walk(tree, target)
+    accept_path(tree, target)
     assert target.asked == [-1, 0, 2]
 
 
 def test_without_a_draft_the_targets_token_alone_is_emitted() -> None:
-    assert walk(DraftTree.empty(), Target({-1: 3})) == ([], [3])
+    assert accept_path(DraftTree.empty(), Target({-1: 3})) == ([], [3])
 
 
 @pytest.mark.parametrize(("ends", "asked"), [((), [-1, 0, 2]), ((6,), [-1, 0]), ((5,), [-1]), ((9,), [-1, 0, 2])])
@@ -76,7 +76,7 @@ def test_nothing_is_asked_behind_an_end(tree: DraftTree, ends: tuple[int, ...], 
         told.append(token)
         return token in ends
 
-    accepted, emitted = walk(tree, target, ended)
+    accepted, emitted = accept_path(tree, target, ended)
     assert target.asked == asked
     assert emitted == [5, 6, 9][: len(asked)]
     assert accepted == [0, 2][: len(asked)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reader_rag.draft import DraftTree
-from reader_rag.sampling.accept import walk
+from reader_rag.sampling.accept import accept_path
 from reader_rag.sampling.sampler import Processed, Verified
 
 DRAWS = 30_000
@@ -47,7 +47,7 @@ def drafted(seed: int) -> tuple[int, int]:
     select = Processed([], seed)
     text = np.zeros(4, np.int32)
     target = select(Verified(LOGITS, TREE, text))
-    _, emitted = walk(TREE, lambda node: target(node + 1))
+    _, emitted = accept_path(TREE, lambda node: target(node + 1))
     if len(emitted) == 1:
         text = np.append(text, np.int32(emitted[0]))
         emitted.append(select(Verified(SECOND[emitted[0]].log()[None], DraftTree.empty(), text))(0))

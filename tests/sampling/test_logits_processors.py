@@ -49,7 +49,7 @@ from transformers import (
     WatermarkLogitsProcessor,
 )
 
-from reader_rag.config import DraftConfig, GenerationConfig
+from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.config.grammar import Grammar
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
@@ -59,7 +59,7 @@ from reader_rag.sampling.logits_processors import OpenAIPenalties, TopP, make_pr
 TEXT = "the cat and the dog and the cat and the dog in the of and the cat"
 TOKENS = 40
 END = 2  # <eos> of the tiny tokenizer
-SAMPLED = GenerationConfig(max_tokens=TOKENS, temperature=0.9, seed=5)
+SAMPLED = SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def theirs(
     return tuple(out[0, ids.shape[1] :].tolist())
 
 
-def both(engine: Engine, prompt: Prompt, generation: GenerationConfig, **options: Any) -> Generation:
+def both(engine: Engine, prompt: Prompt, generation: SamplingParams, **options: Any) -> Generation:
     """The drafted answer, after making sure that the plain one has the same tokens and text, and drafts were right."""
     plain = engine.generate(prompt, replace(generation, speculate=False), **options)
     drafted = engine.generate(prompt, generation, **options)
@@ -153,9 +153,9 @@ def test_penalties_and_bans_are_those_of_transformers(
     ours: dict[str, Any],
     names_of_transformers: dict[str, Any],
 ) -> None:
-    result = both(engine, prompt, GenerationConfig(max_tokens=TOKENS, **ours))
+    result = both(engine, prompt, SamplingParams(max_tokens=TOKENS, **ours))
     expected = theirs(tiny_model, prompt, **names_of_transformers)
-    assert result.token_ids == expected != engine.generate(prompt, GenerationConfig(max_tokens=TOKENS)).token_ids
+    assert result.token_ids == expected != engine.generate(prompt, SamplingParams(max_tokens=TOKENS)).token_ids
 
 
 SCORES = arrays.arrays(
@@ -195,7 +195,7 @@ def test_presence_and_frequency_penalties_follow_openais_definition() -> None:
 def test_penalties_count_the_drafted_path_above_a_node(
     engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt, penalties: dict[str, float]
 ) -> None:
-    result = both(engine, prompt, GenerationConfig(max_tokens=TOKENS, **penalties))  # type: ignore[arg-type]
+    result = both(engine, prompt, SamplingParams(max_tokens=TOKENS, **penalties))  # type: ignore[arg-type]
     ours = OpenAIPenalties(
         penalties.get("presence_penalty", 0.0), penalties.get("frequency_penalty", 0.0), len(prompt.token_ids)
     )
@@ -203,9 +203,9 @@ def test_penalties_count_the_drafted_path_above_a_node(
 
 
 def test_bad_words_do_not_come_as_they_are_usually_spelled(engine: Engine, prompt: Prompt) -> None:
-    free = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS))
+    free = engine.generate(prompt, SamplingParams(max_tokens=TOKENS))
     word = free.text.split()[1][:3]
-    banned = both(engine, prompt, GenerationConfig(max_tokens=TOKENS, bad_words=(word,)))
+    banned = both(engine, prompt, SamplingParams(max_tokens=TOKENS, bad_words=(word,)))
     assert f" {word}" in free.text
     assert f" {word}" not in banned.text
 
@@ -217,16 +217,16 @@ def test_a_bad_word_without_tokens_is_refused(engine: Engine, prompt: Prompt) ->
 
     settings: dict[str, Any] = {"prompt_tokens": 1, "eos_ids": [2], "device": torch.device("cpu")}
     with pytest.raises(ConfigError, match="the bad word 'x' has no tokens"):
-        make_processors(GenerationConfig(bad_words=("x",)), Silent(), **settings)  # type: ignore[arg-type]
+        make_processors(SamplingParams(bad_words=("x",)), Silent(), **settings)  # type: ignore[arg-type]
 
 
 def test_an_answer_has_at_least_min_tokens(engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt) -> None:
-    first = engine.generate(prompt, GenerationConfig(max_tokens=1)).token_ids[0]
+    first = engine.generate(prompt, SamplingParams(max_tokens=1)).token_ids[0]
     ends = engine.eos_ids
     engine.eos_ids = frozenset({END, first})  # an answer that would end at once
     try:
-        assert len(engine.generate(prompt, GenerationConfig(max_tokens=TOKENS)).token_ids) == 1
-        result = both(engine, prompt, GenerationConfig(max_tokens=TOKENS, min_tokens=9))
+        assert len(engine.generate(prompt, SamplingParams(max_tokens=TOKENS)).token_ids) == 1
+        result = both(engine, prompt, SamplingParams(max_tokens=TOKENS, min_tokens=9))
         expected = theirs(tiny_model, prompt, eos_token_id=[END, first], min_new_tokens=9)
     finally:
         engine.eos_ids = ends
@@ -273,7 +273,7 @@ def test_a_processor_of_transformers_acts_as_in_generate(
 ) -> None:
     prompt = Prompt(prompt.token_ids[:1]) if name == "forced BOS" else prompt  # it acts behind one token only
     length = len(prompt.token_ids)
-    generation = GenerationConfig(max_tokens=TOKENS, temperature=temperature, seed=5)
+    generation = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=5)
     result = both(engine, prompt, generation, logits_processor=[OWN[name](length, tiny_model)])
     drawn = [TemperatureLogitsWarper(temperature), Noise(5)] if temperature else []
     assert result.token_ids == theirs(tiny_model, prompt, [OWN[name](length, tiny_model), *drawn])
@@ -297,20 +297,20 @@ class Alternating(LogitsProcessor):
 def test_a_processor_that_keeps_state_is_called_once_a_token_in_order(
     engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt
 ) -> None:
-    result = both(engine, prompt, GenerationConfig(max_tokens=TOKENS), logits_processor=[Alternating()])
+    result = both(engine, prompt, SamplingParams(max_tokens=TOKENS), logits_processor=[Alternating()])
     assert result.token_ids == theirs(tiny_model, prompt, [Alternating()])
 
 
 def test_what_a_processor_remembers_stays_in_its_answer(engine: Engine, prompt: Prompt) -> None:
     given = Alternating()
-    engine.generate(prompt, GenerationConfig(max_tokens=5), logits_processor=[given])
+    engine.generate(prompt, SamplingParams(max_tokens=5), logits_processor=[given])
     assert given.lengths == []
 
 
 def test_streams_read_in_turn_share_no_state(engine: Engine, prompt: Prompt) -> None:
     given = Alternating()
-    alone = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS), logits_processor=[given]).token_ids
-    streams = [engine.stream(prompt, GenerationConfig(max_tokens=TOKENS), logits_processor=[given]) for _ in range(2)]
+    alone = engine.generate(prompt, SamplingParams(max_tokens=TOKENS), logits_processor=[given]).token_ids
+    streams = [engine.stream(prompt, SamplingParams(max_tokens=TOKENS), logits_processor=[given]) for _ in range(2)]
     running = list(streams)
     while running:
         running = [stream for stream in running if next(stream, None) is not None]
@@ -356,7 +356,7 @@ def test_a_processor_and_a_criterion_alternate_as_in_plain_decoding(engine: Engi
     for _ in range(2):  # the second time most tokens are drafted
         said.clear()
         done = engine.generate(
-            prompt, GenerationConfig(max_tokens=TOKENS), logits_processor=[processor], stopping_criteria=[criterion]
+            prompt, SamplingParams(max_tokens=TOKENS), logits_processor=[processor], stopping_criteria=[criterion]
         )
         start = len(prompt.token_ids)
         assert said == [line for n in range(start, start + 8) for line in (f"choose behind {n}", f"has {n + 1}")]
@@ -364,7 +364,7 @@ def test_a_processor_and_a_criterion_alternate_as_in_plain_decoding(engine: Engi
 
 
 def test_nothing_is_asked_behind_a_stop_string(engine: Engine, prompt: Prompt) -> None:
-    free = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS))
+    free = engine.generate(prompt, SamplingParams(max_tokens=TOKENS))
     stop = free.text[9:14]
     asked: list[int] = []
 
@@ -374,19 +374,19 @@ def test_nothing_is_asked_behind_a_stop_string(engine: Engine, prompt: Prompt) -
 
     for _ in range(2):
         asked.clear()
-        done = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS, stop=(stop,)), logits_processor=[processor])
+        done = engine.generate(prompt, SamplingParams(max_tokens=TOKENS, stop=(stop,)), logits_processor=[processor])
         assert asked == [len(prompt.token_ids) + n for n in range(len(done.token_ids))]
 
 
 def test_a_processor_may_ask_the_engine_and_compute_gradients(engine: Engine, prompt: Prompt) -> None:
     def asks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        inner = engine.generate(Prompt(ids[0].tolist()[-3:]), GenerationConfig(max_tokens=1)).token_ids[0]
+        inner = engine.generate(Prompt(ids[0].tolist()[-3:]), SamplingParams(max_tokens=1)).token_ids[0]
         with torch.enable_grad():
             held = scores.clone().requires_grad_()
             [gradient] = torch.autograd.grad((held[0, inner] ** 2).sum(), held)
         return scores + 0.1 * gradient
 
-    both(engine, prompt, GenerationConfig(max_tokens=12), logits_processor=[asks])
+    both(engine, prompt, SamplingParams(max_tokens=12), logits_processor=[asks])
 
 
 @pytest.mark.parametrize("kind", ["logits_processor", "stopping_criteria"])
@@ -425,7 +425,7 @@ def test_a_stopping_criterion_ends_an_answer_inside_an_accepted_draft_too(
     engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt, more: int
 ) -> None:
     criterion = EndsAtLength(len(prompt.token_ids) + more)
-    settings = GenerationConfig(max_tokens=TOKENS)
+    settings = SamplingParams(max_tokens=TOKENS)
     plain = engine.generate(prompt, replace(settings, speculate=False), stopping_criteria=[criterion])
     drafted = engine.generate(prompt, settings, stopping_criteria=[criterion])
     assert drafted.token_ids == plain.token_ids == theirs(tiny_model, prompt, stopping_criteria=[criterion])
@@ -441,16 +441,16 @@ def test_every_criterion_is_asked_after_every_token(engine: Engine, prompt: Prom
         return False
 
     criteria = [EndsAtLength(len(prompt.token_ids) + 12), never]
-    engine.generate(prompt, GenerationConfig(max_tokens=TOKENS), stopping_criteria=criteria)
+    engine.generate(prompt, SamplingParams(max_tokens=TOKENS), stopping_criteria=criteria)
     assert asked == [len(prompt.token_ids) + n for n in range(1, 13)]
 
 
 def test_a_stop_string_may_be_part_of_the_text(engine: Engine, prompt: Prompt) -> None:
-    free = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS)).text
+    free = engine.generate(prompt, SamplingParams(max_tokens=TOKENS)).text
     stop = free[9:14]
     end = free.index(stop)
-    without = both(engine, prompt, GenerationConfig(max_tokens=TOKENS, stop=(stop,)))
-    included = both(engine, prompt, GenerationConfig(max_tokens=TOKENS, stop=(stop,), include_stop=True))
+    without = both(engine, prompt, SamplingParams(max_tokens=TOKENS, stop=(stop,)))
+    included = both(engine, prompt, SamplingParams(max_tokens=TOKENS, stop=(stop,), include_stop=True))
     assert without.text == free[:end]
     assert included.text == free[: end + len(stop)]
     assert included.token_ids == without.token_ids
@@ -478,7 +478,7 @@ def test_answers_under_a_grammar_are_the_same_drafted_and_plain_and_obey_it(
     engine: Engine, prompt: Prompt, name: str, temperature: float
 ) -> None:
     pytest.importorskip("llguidance")
-    settings = GenerationConfig(max_tokens=90, temperature=temperature, seed=3, grammar=GRAMMARS[name])
+    settings = SamplingParams(max_tokens=90, temperature=temperature, seed=3, grammar=GRAMMARS[name])
     result = both(engine, prompt, settings)
     assert (result.finish_reason, result.token_ids[-1]) == ("stop", END)
     assert result.stats.steps < len(result.token_ids) / 2  # forced tokens cost no pass of their own
@@ -502,14 +502,14 @@ def test_nothing_undoes_a_grammar(engine: Engine, prompt: Prompt, changed: dict[
     def wants(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.index_fill(1, torch.tensor([200]), torch.inf)
 
-    result = both(engine, prompt, GenerationConfig(**base | changed), logits_processor=[wants])
+    result = both(engine, prompt, SamplingParams(**base | changed), logits_processor=[wants])
     assert re.fullmatch(GRAMMARS["regex"].text, result.text)
 
 
 def test_what_leaves_a_grammar_no_token_is_an_error(engine: Engine, prompt: Prompt) -> None:
     pytest.importorskip("llguidance")
     starts = tuple(range(3, engine.model.config.vocab_size))
-    settings = GenerationConfig(max_tokens=5, grammar=GRAMMARS["regex"], suppress_tokens=starts)
+    settings = SamplingParams(max_tokens=5, grammar=GRAMMARS["regex"], suppress_tokens=starts)
     for speculate in (True, False):
         with pytest.raises(GrammarError, match="forbid every token that the grammar allows here"):
             engine.generate(prompt, replace(settings, speculate=speculate))
@@ -517,15 +517,15 @@ def test_what_leaves_a_grammar_no_token_is_an_error(engine: Engine, prompt: Prom
 
 def test_a_grammar_without_drafts_learns_nothing_wrong(engine: Engine, prompt: Prompt) -> None:
     pytest.importorskip("llguidance")
-    free = engine.generate(prompt, GenerationConfig(max_tokens=TOKENS)).token_ids
-    engine.generate(prompt, GenerationConfig(max_tokens=60, grammar=GRAMMARS["schema"]), tenant="t")
-    assert engine.generate(prompt, GenerationConfig(max_tokens=TOKENS), tenant="t").token_ids == free
+    free = engine.generate(prompt, SamplingParams(max_tokens=TOKENS)).token_ids
+    engine.generate(prompt, SamplingParams(max_tokens=60, grammar=GRAMMARS["schema"]), tenant="t")
+    assert engine.generate(prompt, SamplingParams(max_tokens=TOKENS), tenant="t").token_ids == free
 
 
 def test_a_grammar_that_does_not_compile_is_refused_before_any_work(engine: Engine, prompt: Prompt) -> None:
     pytest.importorskip("llguidance")
     with pytest.raises(ConfigError, match="this regex grammar cannot be followed"):
-        engine.stream(prompt, GenerationConfig(grammar=Grammar.regex("a(b")))
+        engine.stream(prompt, SamplingParams(grammar=Grammar.regex("a(b")))
 
 
 # Log-probabilities
@@ -535,7 +535,7 @@ def test_a_grammar_that_does_not_compile_is_refused_before_any_work(engine: Engi
 def test_log_probabilities_are_the_models_own(
     engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt, temperature: float
 ) -> None:
-    settings = GenerationConfig(
+    settings = SamplingParams(
         max_tokens=12, temperature=temperature, seed=1, repetition_penalty=1.3, logprobs=3, speculate=False
     )
     plain = engine.generate(prompt, settings)
@@ -553,7 +553,7 @@ def test_log_probabilities_are_the_models_own(
 
 
 def test_log_probabilities_come_with_the_chunks_and_end_with_the_answer(engine: Engine, prompt: Prompt) -> None:
-    settings = GenerationConfig(max_tokens=TOKENS, logprobs=0, stop=("e",))
+    settings = SamplingParams(max_tokens=TOKENS, logprobs=0, stop=("e",))
     with engine.stream(prompt, settings) as stream:
         chunks = list(stream)
         result = stream.result
@@ -563,7 +563,7 @@ def test_log_probabilities_come_with_the_chunks_and_end_with_the_answer(engine: 
 
 
 def test_nothing_is_reported_unasked(engine: Engine, prompt: Prompt) -> None:
-    assert engine.generate(prompt, GenerationConfig(max_tokens=3)).logprobs == ()
+    assert engine.generate(prompt, SamplingParams(max_tokens=3)).logprobs == ()
 
 
 # Bad settings
@@ -603,4 +603,4 @@ def test_nothing_is_reported_unasked(engine: Engine, prompt: Prompt) -> None:
 )
 def test_settings_out_of_range_are_refused_when_they_are_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        GenerationConfig(**settings)
+        SamplingParams(**settings)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.draft import DraftTree
 from reader_rag.errors import ConfigError
-from reader_rag.sampling.sampler import Processed, Processor, Verified, greedy, gumbel, make_selector
+from reader_rag.sampling.sampler import Processed, Processor, Verified, greedy, gumbel, make_sampler
 
 LOGITS = torch.tensor([1.0, 0.0, 2.0, -1.0, 1.5])
 DRAWS = 8_000
@@ -25,8 +25,8 @@ def after(logits: torch.Tensor, length: int) -> Verified:
     return Verified(logits[None], DraftTree.empty(), np.zeros(length, np.int32))
 
 
-def draws(selector: Processed, logits: torch.Tensor, positions: range) -> list[int]:
-    return [selector(after(logits, position))(0) for position in positions]
+def draws(sampler: Processed, logits: torch.Tensor, positions: range) -> list[int]:
+    return [sampler(after(logits, position))(0) for position in positions]
 
 
 def distance(draw: Callable[[int], int], probabilities: torch.Tensor) -> float:
@@ -42,10 +42,10 @@ def test_greedy_takes_the_best_token_of_every_row_and_of_equal_ones_the_first() 
 
 
 def test_settings_choose_the_selector() -> None:
-    assert make_selector(GenerationConfig()) is greedy
-    assert make_selector(GenerationConfig(top_k=3, top_p=0.5, seed=1)) is greedy
-    assert isinstance(make_selector(GenerationConfig(), [lambda ids, scores: scores]), Processed)
-    assert isinstance(make_selector(GenerationConfig(temperature=0.1)), Processed)
+    assert make_sampler(SamplingParams()) is greedy
+    assert make_sampler(SamplingParams(top_k=3, top_p=0.5, seed=1)) is greedy
+    assert isinstance(make_sampler(SamplingParams(), [lambda ids, scores: scores]), Processed)
+    assert isinstance(make_sampler(SamplingParams(temperature=0.1)), Processed)
 
 
 # Prefixes
@@ -124,10 +124,10 @@ def test_the_noise_has_the_gumbel_distribution() -> None:
 
 def test_a_draw_depends_on_its_logits_seed_and_position_not_on_its_row() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
-    selector = Processed([], seed=5)
+    sampler = Processed([], seed=5)
     tree = DraftTree.of([1, 2, 1, 2, 1], [-1, -1, 0, 0, 2], [1, 1, 2, 2, 3], [0.5, 0.4, 0.3, 0.2, 0.1])
-    together = selector(Verified(logits, tree, np.zeros(10, np.int32)))
-    alone = [selector(after(logits[k], position))(0) for k, position in enumerate([10, 11, 11, 12, 12, 13])]
+    together = sampler(Verified(logits, tree, np.zeros(10, np.int32)))
+    alone = [sampler(after(logits[k], position))(0) for k, position in enumerate([10, 11, 11, 12, 12, 13])]
     assert [together(k) for k in range(6)] == alone
     assert [together(k) for k in (3, 3, 0)] == [alone[3], alone[3], alone[0]]
 
@@ -148,9 +148,9 @@ def test_draws_are_pinned() -> None:
     ],
 )
 def test_draws_have_the_targets_distribution(warpers: list[Processor]) -> None:
-    selector = Processed(warpers, seed=11)
-    exact = selector.scores(after(LOGITS, 1), 0).softmax(-1)
-    assert distance(lambda position: selector(after(LOGITS, position))(0), exact) < FAR
+    sampler = Processed(warpers, seed=11)
+    exact = sampler.scores(after(LOGITS, 1), 0).softmax(-1)
+    assert distance(lambda position: sampler(after(LOGITS, position))(0), exact) < FAR
 
 
 def test_the_check_of_the_distribution_catches_a_wrong_rule() -> None:
@@ -181,11 +181,11 @@ def test_a_low_temperature_takes_the_best_token() -> None:
 
 def test_without_a_seed_every_call_draws_another() -> None:
     logits = torch.zeros(1000)
-    first, second = (make_selector(GenerationConfig(temperature=1.0)) for _ in range(2))
-    drawn = [[selector(after(logits, p))(0) for p in range(20)] for selector in (first, first, second)]
+    first, second = (make_sampler(SamplingParams(temperature=1.0)) for _ in range(2))
+    drawn = [[sampler(after(logits, p))(0) for p in range(20)] for sampler in (first, first, second)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_sixteen_bit_logits_are_drawn_from_in_float32() -> None:
-    selector, half = Processed([TopPLogitsWarper(0.9)], seed=4), LOGITS.to(torch.bfloat16)
-    assert draws(selector, half, range(50)) == draws(selector, half.float(), range(50))
+    sampler, half = Processed([TopPLogitsWarper(0.9)], seed=4), LOGITS.to(torch.bfloat16)
+    assert draws(sampler, half, range(50)) == draws(sampler, half.float(), range(50))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from reader_rag.sampling.topk import best_tokens, fetch, fetched
+from reader_rag.sampling.topk import fetch, fetched, top_tokens
 
 INF = float("inf")
 
@@ -29,7 +29,7 @@ def padded(*tokens: int) -> list[int]:
 @pytest.mark.parametrize("vocabulary", [8, 9, 63, 64, 65, 100, 128, 1000, 4097])
 def test_the_eight_best_are_those_of_topk_whether_or_not_blocks_of_64_fill_the_vocabulary(vocabulary: int) -> None:
     logits = distinct(20, vocabulary, seed=vocabulary)
-    found = best_tokens(logits)
+    found = top_tokens(logits)
     assert found.dtype == np.int32
     assert found.tolist() == logits.topk(8, dim=-1).indices.tolist()
 
@@ -41,7 +41,7 @@ def test_a_vocabulary_of_fewer_than_eight_tokens_is_listed_whole_and_filled_up_w
 ) -> None:
     # The last token is the best one, the first the worst.
     logits = torch.arange(vocabulary).to(dtype)[None]
-    assert best_tokens(logits).tolist() == [padded(*reversed(range(vocabulary)))]
+    assert top_tokens(logits).tolist() == [padded(*reversed(range(vocabulary)))]
 
 
 def test_rows_do_not_mix() -> None:
@@ -49,7 +49,7 @@ def test_rows_do_not_mix() -> None:
     rising = torch.arange(70, dtype=torch.float32)
     flat_but_one = torch.zeros(70)
     flat_but_one[66] = 1.0
-    assert best_tokens(torch.stack([falling, rising, flat_but_one])).tolist() == [
+    assert top_tokens(torch.stack([falling, rising, flat_but_one])).tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 7],
         [69, 68, 67, 66, 65, 64, 63, 62],
         [66, 0, 1, 2, 3, 4, 5, 6],
@@ -57,25 +57,25 @@ def test_rows_do_not_mix() -> None:
 
 
 def test_no_rows_give_no_rows() -> None:
-    assert best_tokens(torch.zeros(0, 100)).shape == (0, 8)
-    assert best_tokens(torch.zeros(0, 100, dtype=torch.bfloat16)).shape == (0, 8)
+    assert top_tokens(torch.zeros(0, 100)).shape == (0, 8)
+    assert top_tokens(torch.zeros(0, 100, dtype=torch.bfloat16)).shape == (0, 8)
 
 
 # Equal values
 
 
 def test_of_equally_probable_tokens_the_first_come_first_in_one_block_and_across_blocks() -> None:
-    assert best_tokens(torch.zeros(1, 200)).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert top_tokens(torch.zeros(1, 200)).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     logits = torch.zeros(1, 200)
     logits[0, [10, 63, 64, 130, 199]] = 1.0  # blocks begin at 0, 64, 128 and 192
     logits[0, [150, 20]] = 2.0
     # The two of 2, then the five of 1, then the first of the others.
-    assert best_tokens(logits).tolist() == [[20, 150, 10, 63, 64, 130, 199, 0]]
+    assert top_tokens(logits).tolist() == [[20, 150, 10, 63, 64, 130, 199, 0]]
 
 
 def test_a_later_equal_of_the_eighth_does_not_displace_it() -> None:
     logits = torch.tensor([[8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0, *[0.0] * 60, 1.0]])
-    assert best_tokens(logits).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert top_tokens(logits).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 # Values that are no ordinary numbers
@@ -86,26 +86,26 @@ def test_tokens_that_are_ruled_out_come_behind_all_others() -> None:
     logits = torch.full((1, 70), -INF)
     for rank, token in enumerate([65, 2, 69, 0, 40, 64, 63, 12, 3]):
         logits[0, token] = -1e30 * rank
-    assert best_tokens(logits).tolist() == [[65, 2, 69, 0, 40, 64, 63, 12]]
+    assert top_tokens(logits).tolist() == [[65, 2, 69, 0, 40, 64, 63, 12]]
 
 
 def test_tokens_that_are_ruled_out_are_never_listed_however_few_others_there_are() -> None:
     logits = torch.full((3, 70), -INF)
     logits[0, [69, 1]] = torch.tensor([2.0, 1.0])
     logits[1, 30] = -3e38
-    assert best_tokens(logits).tolist() == [padded(69, 1), padded(30), padded()]
+    assert top_tokens(logits).tolist() == [padded(69, 1), padded(30), padded()]
 
 
 def test_whole_blocks_that_are_ruled_out_hide_nothing_behind_them() -> None:
     logits = torch.full((1, 300), -INF)
     logits[0, 256:] = torch.arange(44, dtype=torch.float32)
-    assert best_tokens(logits).tolist() == [[299, 298, 297, 296, 295, 294, 293, 292]]
+    assert top_tokens(logits).tolist() == [[299, 298, 297, 296, 295, 294, 293, 292]]
 
 
 def test_an_infinite_logit_is_the_best() -> None:
     logits = distinct(1, 100)
     logits[0, 77] = INF
-    assert best_tokens(logits)[0, 0] == 77
+    assert top_tokens(logits)[0, 0] == 77
 
 
 # Other types and layouts
@@ -116,29 +116,29 @@ def test_other_types_give_the_same_tokens_as_float32(dtype: torch.dtype) -> None
     # At most 250 distinct integers: bfloat16 holds those up to 256 exactly.
     random = np.random.default_rng(1)
     logits = torch.from_numpy(np.stack([random.permutation(250) for _ in range(10)])).to(dtype)
-    found = best_tokens(logits)
+    found = top_tokens(logits)
     assert found.dtype == np.int32
-    assert found.tolist() == best_tokens(logits.float()).tolist()
+    assert found.tolist() == top_tokens(logits.float()).tolist()
 
 
 def test_tokens_that_are_ruled_out_come_last_in_bfloat16_too() -> None:
     logits = torch.full((1, 70), -INF, dtype=torch.bfloat16)
     logits[0, [69, 1, 30]] = torch.tensor([2.0, 1.0, -5.0], dtype=torch.bfloat16)
-    assert best_tokens(logits)[0, :3].tolist() == [69, 1, 30]
+    assert top_tokens(logits)[0, :3].tolist() == [69, 1, 30]
 
 
 def test_logits_that_do_not_lie_in_one_piece_are_read_as_they_are_meant() -> None:
     logits = distinct(6, 300, seed=2)
     expected = logits.topk(8, dim=-1).indices
-    assert best_tokens(logits[::2]).tolist() == expected[::2].tolist()
-    assert best_tokens(logits.T.contiguous().T).tolist() == expected.tolist()
-    assert best_tokens(logits[:, 100:200]).tolist() == logits[:, 100:200].topk(8, dim=-1).indices.tolist()
+    assert top_tokens(logits[::2]).tolist() == expected[::2].tolist()
+    assert top_tokens(logits.T.contiguous().T).tolist() == expected.tolist()
+    assert top_tokens(logits[:, 100:200]).tolist() == logits[:, 100:200].topk(8, dim=-1).indices.tolist()
 
 
 def test_the_logits_are_left_as_they_were() -> None:
     logits = distinct(3, 100)
     before = logits.clone()
-    best_tokens(logits)
+    top_tokens(logits)
     assert torch.equal(logits, before)
 
 
@@ -158,7 +158,7 @@ def test_what_is_fetched_together_is_what_each_pass_says_alone(
         for found, logits in zip(together, passes, strict=True):
             assert found.highest == logits.argmax(-1).tolist()
             assert (found.best is not None) == learns
-            assert found.best is None or found.best.tolist() == best_tokens(logits).tolist()
+            assert found.best is None or found.best.tolist() == top_tokens(logits).tolist()
 
 
 def test_of_equally_probable_tokens_the_first_is_the_highest() -> None:
@@ -188,4 +188,4 @@ def test_the_best_are_the_first_of_a_stable_sort_by_falling_logits(logits: NDArr
     # A stable sort keeps equal values in their order: the first comes first.
     order = np.argsort(-logits, axis=1, kind="stable")[:, :8]
     expected = [padded(*row) for row in order.tolist()]
-    assert best_tokens(torch.from_numpy(logits.copy())).tolist() == expected
+    assert top_tokens(torch.from_numpy(logits.copy())).tolist() == expected

@@ -84,8 +84,8 @@ def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> 
         started = time.perf_counter()
         streams = []
         for tenant, task in zip(tenants, tasks, strict=True):
-            generation, selector = asked_for(task, speculate=speculate)
-            streams.append(engine.submit(task.prompt, generation, selector=selector, tenant=tenant))
+            generation, sampler = asked_for(task, speculate=speculate)
+            streams.append(engine.submit(task.prompt, generation, sampler=sampler, tenant=tenant))
         for stream in streams:
             for _ in stream:
                 pass

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Prompt
-from reader_rag.sampling.sampler import Selector, Verified, greedy
+from reader_rag.sampling.sampler import Sampler, Verified, greedy
 
 LOOKUP_SIZES = (2, 3)
 """n-gram sizes of `transformers`' prompt lookup that are tried; the better one is reported."""
@@ -56,7 +56,7 @@ class Task:
     """
 
     prompt: Prompt
-    generation: GenerationConfig
+    generation: SamplingParams
     forced: tuple[int, ...] | None = None
 
 
@@ -64,7 +64,7 @@ Method = Callable[[Engine, Task], Run]
 
 
 class _Forced:
-    """A selector that computes the model's choice, as it must to be timed, and emits the trace's token."""
+    """A sampler that computes the model's choice, as it must to be timed, and emits the trace's token."""
 
     def __init__(self, prompt_tokens: int, tokens: tuple[int, ...]) -> None:
         self._prompt_tokens = prompt_tokens
@@ -81,20 +81,20 @@ def shortened(task: Task) -> Task:
     return replace(task, generation=replace(task.generation, max_tokens=8), forced=forced)
 
 
-def asked_for(task: Task, *, speculate: bool) -> tuple[GenerationConfig, Selector | None]:
+def asked_for(task: Task, *, speculate: bool) -> tuple[SamplingParams, Sampler | None]:
     """What this engine is asked for a task, with drafts or plain."""
     if task.forced is not None:
-        generation = GenerationConfig(max_tokens=len(task.forced), ignore_eos=True, speculate=speculate)
+        generation = SamplingParams(max_tokens=len(task.forced), ignore_eos=True, speculate=speculate)
         return generation, _Forced(len(task.prompt.token_ids), task.forced)
     return replace(task.generation, speculate=speculate), None
 
 
 def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
     """This engine, with drafts or plain."""
-    generation, selector = asked_for(task, speculate=speculate)
+    generation, sampler = asked_for(task, speculate=speculate)
     engine.forget(_TENANT)  # every prompt begins with what a new process knows
     started = time.perf_counter()
-    with engine.stream(task.prompt, generation, selector=selector, tenant=_TENANT) as stream:
+    with engine.stream(task.prompt, generation, sampler=sampler, tenant=_TENANT) as stream:
         next(stream)
         first = time.perf_counter()
         for _ in stream:

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from reader_rag.bench.generate.generate import machine
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Prompt
 from reader_rag.errors import PromptError
@@ -69,7 +69,7 @@ class LoadPlan:
 def run_load(
     engine: Engine,
     prompts: Sequence[Prompt],
-    generation: GenerationConfig,
+    generation: SamplingParams,
     plan: LoadPlan,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def run_load(
 
     Args:
         engine: The model.
-        prompts: Asked in turn.
+        prompts: Request in turn.
         generation: Of all requests.
         plan: How many, and which end how.
         progress: Told what runs.
@@ -101,7 +101,7 @@ def _round(
     engine: Engine,
     prompts: Sequence[Prompt],
     expected: Sequence[tuple[int, ...]],
-    generation: GenerationConfig,
+    generation: SamplingParams,
     plan: LoadPlan,
     number: int,
 ) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _round(
     }
 
 
-def _ask_badly(engine: Engine, prompt: Prompt, generation: GenerationConfig, how: int) -> str:
+def _ask_badly(engine: Engine, prompt: Prompt, generation: SamplingParams, how: int) -> str:
     """A request that must fail, with its own error."""
     try:
         if how == 0:

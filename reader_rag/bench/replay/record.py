@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import track
 
 from reader_rag.bench.inputs import BenchPrompt
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.draft.successor_table import BEST
 from reader_rag.engine.engine import Engine
-from reader_rag.sampling.topk import best_tokens
+from reader_rag.sampling.topk import top_tokens
 
 
 def record(
@@ -42,7 +42,7 @@ def record(
             encoded = engine.encode_chat([{"role": "user", "content": prompt.text}])
             if len(encoded.token_ids) + max_tokens > engine.context_window:
                 continue
-            answer = engine.generate(encoded, GenerationConfig(max_tokens=max_tokens))
+            answer = engine.generate(encoded, SamplingParams(max_tokens=max_tokens))
             trace = {
                 "id": prompt.id,
                 "category": prompt.category,
@@ -61,7 +61,7 @@ def best_after(engine: Engine, tokens: Sequence[int]) -> NDArray[np.int32]:
     best = np.zeros((len(tokens), BEST), np.int32)
 
     def seen(start: int, logits: torch.Tensor) -> None:
-        best[start : start + len(logits)] = best_tokens(logits)
+        best[start : start + len(logits)] = top_tokens(logits)
 
     engine.target.prefill(tokens, engine.target.new_cache(len(tokens), 0), seen)
     return best

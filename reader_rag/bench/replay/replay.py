@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.bench.inputs import Trace
-from reader_rag.config import RecallConfig
+from reader_rag.config import DatastoreConfig
 from reader_rag.datastore import Datastore
 from reader_rag.draft import SOURCES, Calibration, ContextIndex, DraftTree, Place, SuccessorTable, TreeBuilder
 from reader_rag.draft.profile import Profile
 from reader_rag.draft.tree import STORED, SUCCESSOR
 from reader_rag.draft.tree_builder import NOTHING_STORED
-from reader_rag.engine.datastore_lookup import Recollection
+from reader_rag.engine.datastore_lookup import RequestLookup
 from reader_rag.errors import ConfigError
 
 KNOWN_SOURCES = ("context", "successor")
-_RECALL = RecallConfig()
+_RECALL = DatastoreConfig()
 BINS = 20
 """Of the reliability diagram."""
 
@@ -256,7 +256,7 @@ class Replayer:
                     index.add_passage(passage.id, passage.tokens)
             recollection = None
             if self._datastore is not None and "datastore" in sources:
-                recollection = Recollection(self._datastore, "", _RECALL)
+                recollection = RequestLookup(self._datastore, "", _RECALL)
                 recollection.extend(trace.prompt)
             drafters.append(_Drafter(builder, index, recollection))
         return drafters
@@ -268,7 +268,7 @@ class _Drafter:
 
     builder: TreeBuilder
     index: ContextIndex
-    recollection: Recollection | None
+    recollection: RequestLookup | None
 
     def build(self) -> DraftTree:
         stored = NOTHING_STORED if self.recollection is None else self.recollection.look_up()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from reader_rag.bench.generate.generate import machine
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Prompt, first_difference
-from reader_rag.sampling.sampler import Processed, Selector, Verified
+from reader_rag.sampling.sampler import Processed, Sampler, Verified
 
 _TENANT = "verify"
 
@@ -93,16 +93,16 @@ class Verification:
 
 
 class _Watch:
-    """A selector that notes, for each token it chooses, a digest of the logits and the margin of the choice."""
+    """A sampler that notes, for each token it chooses, a digest of the logits and the margin of the choice."""
 
-    def __init__(self, selector: Selector) -> None:
-        self._selector = selector
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
         self.digests: list[bytes] = []
         self.margins: list[float] = []
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
-        processed = self._selector if isinstance(self._selector, Processed) else None
-        choose = self._selector(verified)
+        processed = self._sampler if isinstance(self._sampler, Processed) else None
+        choose = self._sampler(verified)
 
         def token(row: int) -> int:
             logits = verified.logits[row]
@@ -128,7 +128,7 @@ class _Answer:
 def verify(
     engine: Engine,
     prompts: Sequence[tuple[str, Prompt]],
-    generation: GenerationConfig,
+    generation: SamplingParams,
     seeds: Sequence[int] = (0,),
     progress: Callable[[str], None] = lambda _: None,
 ) -> Verification:
@@ -153,10 +153,10 @@ def verify(
     return outcome
 
 
-def _answer(engine: Engine, prompt: Prompt, generation: GenerationConfig, outcome: Verification) -> _Answer:
-    watch = _Watch(engine.selector(prompt, generation))
+def _answer(engine: Engine, prompt: Prompt, generation: SamplingParams, outcome: Verification) -> _Answer:
+    watch = _Watch(engine.sampler(prompt, generation))
     engine.forget(_TENANT, learned=False)  # both ways read the whole prompt
-    result = engine.generate(prompt, generation, selector=watch, tenant=_TENANT)
+    result = engine.generate(prompt, generation, sampler=watch, tenant=_TENANT)
     stats = result.stats
     if generation.speculate:
         outcome.reader_s += stats.decode_s

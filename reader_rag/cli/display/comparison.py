@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from reader_rag.config import GenerationConfig
+from reader_rag.config import SamplingParams
 from reader_rag.engine.outputs import Generation, Passage, Prompt, first_difference
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Comparison:
 def compare(
     engine: Engine,
     prompt: Prompt,
-    generation: GenerationConfig,
+    generation: SamplingParams,
     passages: Sequence[Passage] = (),
     tenant: str = "",
 ) -> Comparison:
@@ -134,7 +134,7 @@ def compare(
 
 
 def _warm_up(
-    engine: Engine, prompt: Prompt, ways: dict[str, GenerationConfig], passages: Sequence[Passage], tenant: str
+    engine: Engine, prompt: Prompt, ways: dict[str, SamplingParams], passages: Sequence[Passage], tenant: str
 ) -> None:
     """Pay what only the first use costs (compiled kernels, memory) before anything is timed."""
     short = Prompt(prompt.token_ids[:_WARM_UP_PROMPT])
@@ -157,7 +157,7 @@ def _method(runs: Sequence[Generation]) -> Method:
 def _difference(
     engine: Engine,
     prompt: Prompt,
-    plain: GenerationConfig,
+    plain: SamplingParams,
     passages: Sequence[Passage],
     tenant: str,
     runs: dict[str, list[Generation]],
