@@ -35,6 +35,7 @@ from reader_rag.errors import (
 from reader_rag.rag.stores.database import KEYWORDS, ORDER, TENANT, Database
 from reader_rag.rag.stores.database_store import DatabaseStore
 from reader_rag.rag.stores.location import DatabaseUrl
+from reader_rag.util.one_line import first_line
 
 _LOGGER = logging.getLogger("pymilvus")
 _asked_level = _LOGGER.level
@@ -162,7 +163,7 @@ class MilvusDatabase(Database):
         except MilvusException as error:
             raise self._as_ours(error) from error
         except grpc.RpcError as error:
-            raise StoreConnectionError(self._unreachable(_first_line(str(error)))) from error
+            raise StoreConnectionError(self._unreachable(first_line(error))) from error
         except OSError as error:
             raise StoreWriteError(
                 f"{self.place} cannot be read or written ({error}); check permissions and room on the disk"
@@ -319,7 +320,7 @@ class MilvusDatabase(Database):
             raise StoreError(f"the store {self.place} is closed; open it again")
 
     def _as_ours(self, error: MilvusException) -> StoreError:
-        reason = _first_line(error.message)
+        reason = first_line(error.message)
         if isinstance(error, ConnectionConfigException) and self._url.path is not None:
             return StoreBusyError(
                 f"{self._url.path} cannot be opened: another process uses it (wait until it has finished, or run a "
@@ -403,7 +404,3 @@ def _literal(value: Any) -> str:
     if not isinstance(value, (bool, int, float, str)):
         raise ConfigError(f"the metadata filter cannot be applied: Milvus compares no {type(value).__name__}")
     return json.dumps(value, ensure_ascii=False)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

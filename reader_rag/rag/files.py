@@ -15,6 +15,7 @@ from llama_index.core.readers.file.base import SimpleDirectoryReader
 from llama_index.core.schema import Document
 
 from reader_rag.errors import IngestError
+from reader_rag.util.one_line import first_line
 
 # Formats that llama-index-readers-file turns into text; every other file is read as text itself.
 OFFICE_SUFFIXES = frozenset({".pdf", ".docx", ".pptx", ".pptm", ".ppt", ".epub", ".hwp", ".xls", ".xlsx"})
@@ -155,12 +156,6 @@ def _read_office_file(path: Path) -> list[Document]:
     try:
         return SimpleDirectoryReader.load_file(path, file_metadata=lambda _: {}, file_extractor={}, raise_on_error=True)
     except ImportError as error:
-        raise UnusableFileError(f"the reader of {path.suffix} files lacks a package: {_first_line(error)}") from error
+        raise UnusableFileError(f"the reader of {path.suffix} files lacks a package: {first_line(error)}") from error
     except Exception as error:  # the readers of many formats raise whatever they like, wrapped in a bare Exception
-        raise UnusableFileError(
-            f"not a readable {path.suffix} file: {_first_line(error.__cause__ or error)}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UnusableFileError(f"not a readable {path.suffix} file: {first_line(error.__cause__ or error)}") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 from reader_rag.connectors.vllm_args import DRAFTED, PROPOSER, reader_config
 from reader_rag.errors import ConfigError, MissingDependencyError
+from reader_rag.util.one_line import first_line
 
 METHODS: dict[str, Mapping[str, Any] | None] = {
     "plain": None,
@@ -197,8 +198,7 @@ def _root(error: BaseException) -> str:
     """The first line of what went wrong first."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return first_line(error)
 
 
 def greedy(max_tokens: int, **more: Any) -> Any:

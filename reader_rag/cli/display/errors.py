@@ -8,8 +8,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from reader_rag.cli.display.terminal import one_line, print_error
+from reader_rag.cli.display.terminal import print_error
 from reader_rag.errors import ReaderError
+from reader_rag.util.one_line import one_line
 
 # Newer typer carries its own click: the class is found from a public one, whichever click it belongs to.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

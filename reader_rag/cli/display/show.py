@@ -15,7 +15,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from reader_rag.cli.display.terminal import clean, messages, one_line, print_warning
+from reader_rag.cli.display.terminal import clean, messages, print_warning
+from reader_rag.util.one_line import one_line
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore

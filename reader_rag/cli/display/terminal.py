@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.text import Text
 
 from reader_rag.errors import ReaderWarning
+from reader_rag.util.one_line import one_line
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -51,11 +52,6 @@ def print_warning(text: str) -> None:
 def clean(text: str) -> str:
     """Text with each control character replaced by a space: documents must not steer the terminal. Keeps its length."""
     return _CONTROL.sub(" ", text)
-
-
-def one_line(text: str) -> str:
-    """Text with every run of white space, line ends included, as one space."""
-    return " ".join(text.split())
 
 
 def quiet_libraries() -> None:
