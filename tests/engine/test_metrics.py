@@ -24,7 +24,7 @@ from reader_rag.errors import ConfigError
 if TYPE_CHECKING:
     from reader_rag.engine.engine import Engine
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 @pytest.fixture

