@@ -7,6 +7,7 @@ FAISS are not installed.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -143,7 +144,9 @@ def root(
     ] = False,
 ) -> None:
     """Answers from your documents, by a local model that copies what it quotes."""
-    if not debug:
+    if debug:
+        logging.getLogger("reader_rag").setLevel(logging.DEBUG)  # which lets the libraries print while they load
+    else:
         quiet_libraries()
 
 

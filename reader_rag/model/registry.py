@@ -23,9 +23,9 @@ from reader_rag.model.weights_cache import (
     install_folder,
     is_disk_full,
     is_model_folder,
-    quiet_transformers,
 )
 from reader_rag.util.one_line import first_line
+from reader_rag.util.quiet import quiet_loading
 
 if TYPE_CHECKING:
     import torch
@@ -222,7 +222,7 @@ def load_model(
     if progress:
         progress(f"loading {name}")
     try:
-        with quiet_transformers():
+        with quiet_loading():
             return _load(source, target_dtype, target_device, trust_remote_code)
     except ReaderError:
         raise
@@ -241,7 +241,7 @@ def load_tokenizer(
 
     source = resolve_model(name, progress)
     try:
-        with quiet_transformers():
+        with quiet_loading():
             tokenizer = _tokenizer(source, trust_remote_code)
             config: Any = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except ReaderError:

