@@ -1,29 +1,33 @@
-"""Settings: each defined once, with its type, range, default and meaning."""
+"""Settings: each defined once, with its type, range, default and documentation."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from reader_rag.config.batch import BatchConfig
+from reader_rag.config.datastore import DatastoreConfig
+from reader_rag.config.draft import DraftConfig
+from reader_rag.config.engine import EngineConfig, Exactness, Forward, LoadConfig
 from reader_rag.config.grammar import Grammar
-from reader_rag.config.settings import (
-    BatchConfig,
-    DatastoreConfig,
-    DraftConfig,
-    Exactness,
-    Forward,
-    SamplingParams,
-    checked_tenant,
-)
+from reader_rag.config.sampling import SamplingParams
+from reader_rag.config.setting import Setting, Settings, settings_of, unknown_argument
+from reader_rag.config.tenant import checked_tenant
 
 __all__ = [
     "BatchConfig",
+    "DatastoreConfig",
     "DraftConfig",
+    "EngineConfig",
     "Exactness",
     "Forward",
-    "SamplingParams",
     "Grammar",
-    "DatastoreConfig",
+    "LoadConfig",
+    "SamplingParams",
+    "Setting",
+    "Settings",
     "checked_tenant",
+    "settings_of",
+    "unknown_argument",
 ]
 
 

@@ -1,0 +1,60 @@
+"""How an engine is loaded and decodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from reader_rag.config.batch import BatchConfig
+from reader_rag.config.datastore import DatastoreConfig
+from reader_rag.config.draft import DraftConfig
+from reader_rag.config.setting import Settings, setting
+
+Exactness = Literal["fast", "strict"]
+Forward = Literal["auto", "torch"]
+
+
+@dataclass(frozen=True)
+class LoadConfig(Settings):
+    """How a model is loaded."""
+
+    dtype: str = setting("auto", 'Type of the weights: "auto", "float32", "bfloat16" or "float16".')
+    device: str = setting("auto", 'Where the model is computed: "auto", "cpu", "cuda" or "cuda:N".')
+    trust_remote_code: bool = setting(False, "Whether code that comes with the model may run.")
+
+
+@dataclass(frozen=True)
+class EngineConfig(Settings):
+    """How an engine decodes, whatever the request."""
+
+    draft: DraftConfig = setting(DraftConfig(), "How drafts are made.")
+    exactness: Exactness = setting(
+        "fast",
+        '"fast": a pass has the shape it needs, and drafted answers equal plain decoding up to rounding: in float32 '
+        'always, in 16-bit types nearly always. "strict": bit for bit equal to plain decoding of the same engine in '
+        "every type; at no cost where compiled loops compute the model, else by passes of one fixed shape.",
+    )
+    forward: Forward = setting(
+        "auto",
+        '"auto": known models on the CPU are computed in compiled loops, about twice as fast as their own forward. '
+        '"torch": the model\'s own forward is always called.',
+    )
+    strict_width: int | None = setting(
+        None,
+        "Positions of every pass in strict mode where shapes are fixed; drafts are one token shorter. None: what pays "
+        "on the kind of device.",
+        ge=2,
+        le=256,
+    )
+    batch: BatchConfig = setting(BatchConfig(), "How many requests are decoded together.")
+    prefix_bytes: int | None = setting(
+        None,
+        "Most bytes of keys and values in the prefix cache, on the model's device; 0 turns it off. None: 256 MiB on "
+        "the CPU, 1 GiB elsewhere.",
+        ge=0,
+    )
+    datastore: str | Path | None = setting(
+        None, "Folder of texts and earlier answers that drafts are searched in; None: there is none."
+    )
+    recall: DatastoreConfig = setting(DatastoreConfig(), "What is looked up in the datastore, and what is kept there.")

@@ -1,0 +1,179 @@
+"""Settings: frozen dataclasses whose fields carry their range and their documentation.
+
+Each setting is defined once, as a field of a `Settings` class. Constructor checks, the fields of `ReaderLLM`, the
+arguments of its calls, and the help of command-line options are derived from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, Literal, Self
+
+from reader_rag.errors import ConfigError
+
+_KEY = "setting"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a setting besides its name, type and default.
+
+    Attributes:
+        doc: Meaning and unit, in one or two sentences.
+        ge: Least value.
+        gt: The value lies above this.
+        le: Greatest value.
+        note: What a special value stands for, e.g. "0: off"; part of error messages.
+    """
+
+    doc: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    note: str = ""
+
+    @property
+    def range(self) -> str:
+        """The range in words: "in 0..1024", "in (0, 1]", "at least 1"; empty if there is none."""
+        low = self.ge if self.ge is not None else self.gt
+        if low is None:
+            text = ""
+        elif self.le is None:
+            text = f"at least {low}" if self.gt is None else f"above {low}"
+        elif isinstance(low, int) and isinstance(self.le, int) and self.gt is None:
+            text = f"in {low}..{self.le}"
+        else:
+            text = f"in {'[' if self.gt is None else '('}{low}, {self.le}]"
+        return f"{text} ({self.note})".lstrip() if self.note else text
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is finite and lies in the range."""
+        return (
+            math.isfinite(value)
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+        )
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    note: str = "",
+) -> Any:
+    """A field of a `Settings` class.
+
+    Args:
+        default: Its default.
+        doc: Meaning and unit.
+        ge: Least value.
+        gt: The value lies above this.
+        le: Greatest value.
+        note: What a special value stands for.
+    """
+    return dataclasses.field(default=default, metadata={_KEY: Setting(doc, ge, gt, le, note)})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of all settings: checks every field against its type and range when an object is made.
+
+    Raises:
+        ConfigError: A value has another type, or is out of its range.
+    """
+
+    def __post_init__(self) -> None:
+        for name, (annotation, about) in _fields(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, list):
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            if not _fits(value, annotation, about):
+                raise ConfigError(f"{name} must be {_expected(annotation, about)}, not {value!r}")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], base: Self | None = None) -> Self:
+        """Settings from keyword arguments.
+
+        Args:
+            values: Values by name.
+            base: What holds where `values` names nothing; None: the defaults.
+
+        Raises:
+            ConfigError: A name is unknown, or a value is out of its range.
+        """
+        known = _fields(cls)
+        for name in values:
+            if name not in known:
+                raise ConfigError(unknown_argument(name, known))
+        return cls(**values) if base is None else dataclasses.replace(base, **values)
+
+
+def settings_of(cls: type[Settings]) -> dict[str, tuple[Any, Any, Setting]]:
+    """The settings of a class: name to (type, default, range and documentation)."""
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    return {name: (annotation, defaults[name], about) for name, (annotation, about) in _fields(cls).items()}
+
+
+def unknown_argument(name: str, known: typing.Iterable[str]) -> str:
+    """The message about an argument that does not exist: the nearest name that does, or all of them."""
+    names = list(known)
+    near = get_close_matches(name, names, n=1)
+    return f"unknown argument {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
+
+
+@functools.cache
+def _fields(cls: type[Settings]) -> dict[str, tuple[Any, Setting]]:
+    annotations = typing.get_type_hints(cls)
+    found = {}
+    for field in dataclasses.fields(cls):
+        assert _KEY in field.metadata, f"{cls.__name__}.{field.name} is not defined by setting()"
+        found[field.name] = (annotations[field.name], field.metadata[_KEY])
+    return found
+
+
+def _fits(value: Any, annotation: Any, about: Setting) -> bool:
+    """Whether a value is of a type and in its range. Any integer counts as `int`, numpy's too; no bool does."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one, about) for one in arguments)
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
+    if origin is tuple:
+        return isinstance(value, tuple) and all(value and _fits(each, arguments[0], about) for each in value)
+    if annotation is int:
+        return isinstance(value, Integral) and not isinstance(value, bool) and about.holds(int(value))
+    if annotation is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and about.holds(float(value))
+    if annotation is str:
+        return isinstance(value, str) and bool(value)
+    return isinstance(value, annotation)
+
+
+_NAMES = {int: "an integer", float: "a number", str: "a string that is not empty", bool: "True or False"}
+
+
+def _expected(annotation: Any, about: Setting) -> str:
+    """A type and its range in words, for error messages."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_expected(one, about) for one in arguments)
+    if origin is Literal:
+        return " or ".join(repr(one) for one in arguments)
+    if origin is tuple:
+        return {int: "a tuple of token ids", str: "a tuple of strings that are not empty"}[arguments[0]]
+    if annotation in (int, float) and about.range:
+        return f"{_NAMES[annotation]} {about.range}" if about.range.startswith("(") else about.range
+    return "None" if annotation is type(None) else _NAMES.get(annotation, f"a {annotation.__name__}")
