@@ -62,29 +62,6 @@ def read_prompts(path: Path, categories: Sequence[str] = (), limit: int | None =
     return _selected(prompts, path, categories, limit)
 
 
-def held_prompts(path: Path | None, categories: str, limit: int | None, each: int) -> list[BenchPrompt]:
-    """The prompts of a file, or where none is given those made of the texts on this machine.
-
-    Args:
-        path: The file.
-        categories: Keep these, comma-separated; empty: all.
-        limit: Most prompts of each category; None: all of the file.
-        each: Prompts of each category where neither file nor limit is given.
-
-    Raises:
-        ConfigError: As `read_prompts`, or there is no such category.
-    """
-    from reader_rag.bench.replay.own_prompts import own_prompts
-
-    wanted = [c for c in categories.split(",") if c]
-    if path is not None:
-        return read_prompts(path, wanted, limit)
-    held = [p for p in own_prompts(each if limit is None else limit) if not wanted or p.category in wanted]
-    if not held:
-        raise ConfigError(f"--categories {categories}: without --prompts there are rag, summarization and chat")
-    return held
-
-
 def read_traces(path: Path, categories: Sequence[str] = (), limit: int | None = None) -> list[Trace]:
     """The answers of a trace file; arguments and errors as in `read_prompts`."""
     traces = [trace for trace in _rows(path, ("id", "category", "prompt", "output"), _trace) if trace.output]

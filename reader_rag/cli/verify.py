@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from reader_rag.bench.terminal import progress
+from reader_rag.bench.output import progress
 from reader_rag.errors import ConfigError, ReaderWarning
 from reader_rag.model.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from reader_rag.bench.inputs import BenchPrompt
-    from reader_rag.bench.verify.verify import Verification
+    from reader_rag.bench.verify.verification import Verification
     from reader_rag.engine.engine import Engine
     from reader_rag.engine.outputs import Prompt
 
@@ -59,8 +59,8 @@ def verify(
     Exit status: 1 if tokens differ where they must not (float32, or --exactness strict, where every bit of the logits
     must be the same too), and for an error, which is one line on standard error and no report.
     """
-    from reader_rag.bench.inputs import held_prompts
-    from reader_rag.bench.verify.verify import verify as run
+    from reader_rag.bench.local_prompts import prompts_or_local
+    from reader_rag.bench.verify.verification import verify as run
     from reader_rag.config import SamplingParams
     from reader_rag.engine.engine import Engine
 
@@ -72,7 +72,7 @@ def verify(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    numbers, held = _seeds(seeds), held_prompts(prompts, categories, limit, _OWN)
+    numbers, held = _seeds(seeds), prompts_or_local(prompts, [c for c in categories.split(",") if c], limit, _OWN)
     engine = Engine.load(
         model,
         dtype=dtype,

@@ -9,7 +9,7 @@ import pytest
 
 from reader_rag.bench.inputs import Trace, TracePassage
 from reader_rag.bench.replay.explain import explain
-from reader_rag.bench.replay.replay import ReplayConfig, Replayer, Step, Tally
+from reader_rag.bench.replay.replayer import ReplayConfig, Replayer, Step, Tally
 from reader_rag.draft import SOURCES, DraftTree, Place
 
 CONTEXT, PASSAGE, SUCCESSOR = (SOURCES.index(name) for name in ("context", "passage", "successor"))

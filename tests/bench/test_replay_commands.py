@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from reader_rag.bench.replay.commands import reliability
-from reader_rag.bench.replay.replay import BINS, Tally
+from reader_rag.bench.replay.replayer import BINS, Tally
 from reader_rag.cli.main import app
 from reader_rag.draft import Calibration
 from reader_rag.draft.kernels import tree as kernels
@@ -466,7 +466,7 @@ def test_calibrate_writes_counts_that_a_calibration_starts_from(traces: Path, to
     assert (hits >= 0.0).all()
     assert (expected >= 0.0).all()
     assert hits.sum() > 0.0
-    assert result.stdout == f"{int(hits.sum())} hits where {expected.sum():.0f} were expected, in {out}\n"
+    assert result.stdout == f"{int(hits.sum())} tokens accepted where {expected.sum():.0f} were expected, in {out}\n"
     # Counts alone, next to none of what they started from: COPYING's 4 copies, in three rounds, are among them.
     assert hits.sum() >= 3 * 4 - 0.01
     assert math.isclose(hits.sum(), round(hits.sum()), abs_tol=0.05)

@@ -13,8 +13,8 @@ from costs_stub import EverythingPays
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from reader_rag.bench.verify import verify as module
-from reader_rag.bench.verify.verify import Difference, Verification, verify
+from reader_rag.bench.verify import verification as module
+from reader_rag.bench.verify.verification import Difference, Verification, verify
 from reader_rag.cli.main import app
 from reader_rag.cli.verify import lines
 from reader_rag.config import SamplingParams

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from reader_rag.bench.inputs import Trace
 from reader_rag.bench.replay.recall import answers_in_datastore, halves
-from reader_rag.bench.replay.replay import KNOWN_SOURCES, Best, ReplayConfig, replay
+from reader_rag.bench.replay.replayer import KNOWN_SOURCES, Best, ReplayConfig, replay
 from reader_rag.draft import Calibration
 from reader_rag.draft.calibration import smoothed
 from reader_rag.draft.kernels import tree as kernels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace as changed
@@ -11,54 +10,56 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reader_rag.bench.terminal import progress
+from reader_rag.bench import options
+from reader_rag.bench.output import print_report, progress
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from reader_rag.bench.inputs import Trace
-    from reader_rag.bench.replay.replay import Best, ReplayConfig, Tally
+    from reader_rag.bench.replay.replayer import Best, ReplayConfig, Tally
     from reader_rag.datastore import Datastore
     from reader_rag.draft.profile import Profile
 
-TracesArgument = Annotated[
+Traces = Annotated[
     Path, typer.Argument(help='Answers, a line each: {"id", "category", "model", "prompt": [ids], "output": [ids]}.')
 ]
-Top8Option = Annotated[
-    Path | None, typer.Option("--top8", help="npz: by trace id the target's eight best next tokens of each position.")
+Top8 = Annotated[
+    Path | None,
+    typer.Option("--top8", help="npz file: by trace id, the target's eight best next tokens at each position."),
 ]
-ProfileOption = Annotated[
+ProfileName = Annotated[
     str,
-    typer.Option(help="auto: the profile whose vocabulary the prompts are written in; none; or a profile's file."),
+    typer.Option("--profile", help="auto: the profile for the vocabulary of the prompts; none; or a profile's file."),
 ]
-CategoriesOption = Annotated[str, typer.Option(help="Comma-separated; empty: all.")]
-LimitOption = Annotated[int | None, typer.Option(min=1, help="Most answers of each category.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Nodes = Annotated[int, typer.Option("--nodes", help="Most nodes of a draft tree.")]
 
 
 def replay(
-    traces: TracesArgument,
-    top8: Top8Option = None,
-    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree.")] = 64,
+    traces: Traces,
+    top8: Top8 = None,
+    nodes: Nodes = 64,
     sources: Annotated[str, typer.Option(help="Comma-separated, out of context, successor.")] = "context,successor",
-    profile: ProfileOption = "auto",
-    categories: CategoriesOption = "",
-    limit: LimitOption = None,
-    calibration: Annotated[bool, typer.Option(help="Correct estimates by how they fared.")] = True,
-    warm: Annotated[bool, typer.Option(help="Keep what was learned from one answer to the next.")] = False,
-    explain: Annotated[str | None, typer.Option(help="Tell this answer step by step instead.", metavar="ID")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Alias, folder or hub id: --explain in words, not ids.")] = None,
-    peers: Annotated[
-        bool, typer.Option(help="Other training-free drafters, our chains, and two oracles, too.")
-    ] = False,
-    ablation: Annotated[bool, typer.Option(help="Also with each part switched off.")] = False,
-    datastore: Annotated[Path | None, typer.Option(help="Folder of a datastore to draft from too.")] = None,
+    profile: ProfileName = "auto",
+    categories: options.Categories = "",
+    limit: options.Limit = None,
+    calibration: Annotated[
+        bool, typer.Option(help="Correct estimated probabilities by what was accepted before.")
+    ] = True,
+    warm: Annotated[bool, typer.Option(help="Keep what is learned from one answer for the next.")] = False,
+    explain: Annotated[str | None, typer.Option(help="Show this answer step by step instead.", metavar="ID")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer --explain shows text with.", show_default="token ids")
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Compare with other drafters, our own chains and two oracles.")] = False,
+    ablation: Annotated[bool, typer.Option(help="Repeat it with each part switched off.")] = False,
+    datastore: options.DatastoreToDraftFrom = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for reliability.png and ablation.png.")] = None,
-    as_json: JsonOption = False,
+    as_json: options.Json = False,
 ) -> None:
     """Replay recorded answers: how many tokens a step would have emitted. No model is loaded."""
-    from reader_rag.bench.replay.replay import ReplayConfig
-    from reader_rag.bench.replay.replay import replay as run
+    from reader_rag.bench.replay.replayer import ReplayConfig
+    from reader_rag.bench.replay.replayer import replay as run
 
     config = ReplayConfig(
         nodes=nodes, sources=tuple(s for s in sources.split(",") if s), warm=warm, calibrates=calibration
@@ -90,34 +91,33 @@ def replay(
         report["ablation"] = _ablation(recorded, config, best, known)
     report["notes"] = notes
     if plots is not None:
-        from reader_rag.bench.replay.plots import plot_ablation, plot_reliability
+        from reader_rag.bench.plots import plot_ablation, plot_reliability
 
         plot_reliability(report["reliability"]["bins"], plots / "reliability.png")
         if ablation:
             plot_ablation(report["ablation"], plots / "ablation.png")
-    if as_json:
-        typer.echo(json.dumps(report, indent=1))
-    else:
-        _print(report)
+    print_report(report, as_json, _show)
 
 
 def recall(
-    traces: TracesArgument,
-    top8: Top8Option = None,
+    traces: Traces,
+    top8: Top8 = None,
     known: Annotated[
         Path | None,
-        typer.Option("--known", help="Answers that are in the datastore; none: the first half of each category."),
+        typer.Option(
+            "--known", help="Traces of the answers in the datastore.", show_default="the first half of each category"
+        ),
     ] = None,
-    profile: ProfileOption = "auto",
-    categories: CategoriesOption = "",
-    limit: LimitOption = None,
-    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree.")] = 64,
-    as_json: JsonOption = False,
+    profile: ProfileName = "auto",
+    categories: options.Categories = "",
+    limit: options.Limit = None,
+    nodes: Nodes = 64,
+    as_json: options.Json = False,
 ) -> None:
-    """Replay answers with earlier answers of the same model in a datastore, and without."""
+    """Replay recorded answers twice: with earlier answers of the same model in a datastore, and without."""
     from reader_rag.bench.inputs import read_traces
     from reader_rag.bench.replay.recall import halves, measure_recall
-    from reader_rag.bench.replay.replay import ReplayConfig
+    from reader_rag.bench.replay.replayer import ReplayConfig
 
     config = ReplayConfig(nodes=nodes)
     recorded, best, held, notes = _read(traces, top8, profile, categories, limit, config)
@@ -126,35 +126,36 @@ def recall(
     else:
         before, asked = read_traces(known, [], None), recorded
     report = measure_recall(before, asked, config, best, held) | {"notes": notes}
-    if as_json:
-        typer.echo(json.dumps(report, indent=1))
-        return
+    print_report(report, as_json, _show_recall)
+
+
+def _show_recall(report: dict[str, Any]) -> None:
     typer.echo(f"{report['documents']} answers of {report['tokens']} tokens in the datastore")
     for category, row in report["categories"].items():
         typer.echo(
             f"{category}: {row['with']['mat']:.3f} tokens per step with them, {row['without']['mat']:.3f} without "
-            f"({row['ratio']:.2f} times); {row['with']['us_per_draft_p50']} us a draft; the best copies there are: "
+            f"({row['ratio']:.2f} times); {row['with']['us_per_draft_p50']} us a draft; an oracle's copies: "
             f"{row['oracle']['with']:.3f} and {row['oracle']['without']:.3f} ({row['oracle']['ratio']:.2f} times)"
         )
 
 
 def drafting(
-    traces: TracesArgument,
-    top8: Top8Option = None,
-    profile: ProfileOption = "auto",
-    categories: CategoriesOption = "rag",
-    limit: LimitOption = None,
-    as_json: JsonOption = False,
+    traces: Traces,
+    top8: Top8 = None,
+    profile: ProfileName = "auto",
+    categories: options.Categories = "rag",
+    limit: options.Limit = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Time drafting itself on recorded answers: a draft, a token, a long context, the first use in a process."""
+    """Time drafting alone on recorded answers: a draft, following a token, indexing a context, first use."""
     from reader_rag.bench.replay.drafting import measure_drafting
-    from reader_rag.bench.replay.replay import ReplayConfig
+    from reader_rag.bench.replay.replayer import ReplayConfig
 
     recorded, best, known, _ = _read(traces, top8, profile, categories, limit, ReplayConfig())
-    report = measure_drafting(recorded, best, known)
-    if as_json:
-        typer.echo(json.dumps(report, indent=1))
-        return
+    print_report(measure_drafting(recorded, best, known), as_json, _show_drafting)
+
+
+def _show_drafting(report: dict[str, Any]) -> None:
     for size, row in report.pop("drafts").items():
         typer.echo(
             f"draft of up to {size} nodes: {row['us_p50']} us median, {row['us_p99']} us 99th percentile; "
@@ -165,55 +166,59 @@ def drafting(
 
 
 def record(
-    out: Annotated[Path, typer.Argument(help="Trace file to write; the best tokens go beside it, as .npz.")],
-    prompts: Annotated[
-        Path | None, typer.Option(help="Prompts as for bench generate; none: made from texts on this machine.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = DEFAULT_MODEL,
-    categories: CategoriesOption = "",
+    out: Annotated[
+        Path, typer.Argument(help="Trace file to write; the best next tokens go into an .npz file beside it.")
+    ],
+    prompts: options.Prompts = None,
+    model: options.Model = DEFAULT_MODEL,
+    categories: options.Categories = "",
     limit: Annotated[int, typer.Option(min=1, help="Most prompts of each category.")] = 20,
-    reworded: Annotated[bool, typer.Option(help="Ask the machine's own prompts in other words.")] = False,
-    seed: Annotated[int, typer.Option(help="Which texts the prompts are made from.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    other_words: Annotated[
+        bool, typer.Option("--reworded/--no-reworded", help="Put the prompts into other words.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Decides which texts of this machine the prompts are made from.")] = 0,
+    dtype: options.Dtype = "float32",
+    device: options.Device = "auto",
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 200,
 ) -> None:
-    """Record greedy answers and the target's best next tokens, to replay."""
+    """Record greedy answers and the target's best next tokens, for bench replay."""
     from rich.console import Console
 
     from reader_rag.bench.inputs import read_prompts
-    from reader_rag.bench.replay.own_prompts import edited, own_prompts
+    from reader_rag.bench.local_prompts import local_prompts, reworded
     from reader_rag.bench.replay.record import record as run
     from reader_rag.engine.engine import Engine
 
-    wanted = [c for c in categories.split(",") if c]
-    asked = read_prompts(prompts, wanted, limit) if prompts is not None else own_prompts(limit, seed)
-    asked = edited(asked) if reworded else asked
-    asked = [prompt for prompt in asked if not wanted or prompt.category in wanted]
+    wanted = options.names(categories)
+    chosen = read_prompts(prompts, wanted, limit) if prompts is not None else local_prompts(limit, seed)
+    chosen = [prompt for prompt in chosen if not wanted or prompt.category in wanted]
+    if other_words:
+        chosen = reworded(chosen)
     engine = Engine.load(model, dtype=dtype, device=device, prefix_bytes=0)
     best = out.with_suffix(".npz")
-    count = run(engine, asked, max_tokens, out, best, Console(stderr=True))
+    count = run(engine, chosen, max_tokens, out, best, Console(stderr=True))
     typer.echo(f"{count} answers in {out}, best next tokens in {best}")
 
 
 def calibrate(
-    traces: TracesArgument,
-    out: Annotated[Path, typer.Argument(help="npz file to write; the package ships its own as draft/priors.npz.")],
-    top8: Top8Option = None,
-    profile: ProfileOption = "auto",
+    traces: Traces,
+    out: Annotated[Path, typer.Argument(help="npz file to write; the package has its own as draft/priors.npz.")],
+    top8: Top8 = None,
+    profile: ProfileName = "auto",
     base: Annotated[
-        Path | None, typer.Option("--base", help="Keep this file's counts, and count the datastore's drafts alone.")
+        Path | None,
+        typer.Option("--base", help="Count only drafts from a datastore; take all other counts from this file."),
     ] = None,
 ) -> None:
-    """Count how the estimates of drafts fare on recorded answers."""
+    """Count how often drafted tokens are accepted, by their estimated probability, on recorded answers."""
     from reader_rag.bench.replay.calibrate import calibrate as count
     from reader_rag.bench.replay.calibrate import calibrate_datastore, save
-    from reader_rag.bench.replay.replay import ReplayConfig
+    from reader_rag.bench.replay.replayer import ReplayConfig
 
     recorded, best, known, _ = _read(traces, top8, profile, "", None, ReplayConfig())
     counts = count(recorded, best, known) if base is None else calibrate_datastore(recorded, best, known, base)
     save(counts, out)
-    typer.echo(f"{int(counts[0].sum())} hits where {counts[1].sum():.0f} were expected, in {out}")
+    typer.echo(f"{int(counts[0].sum())} tokens accepted where {counts[1].sum():.0f} were expected, in {out}")
 
 
 def reliability(tallies: Any) -> dict[str, Any]:
@@ -252,9 +257,9 @@ def _read(
 ) -> tuple[list[Trace], Best, Profile | None, list[str]]:
     """Traces, best tokens, the profile, and what is to be said of them."""
     from reader_rag.bench.inputs import read_traces
-    from reader_rag.bench.replay.replay import check_best, read_best
+    from reader_rag.bench.replay.replayer import check_best, read_best
 
-    recorded = read_traces(traces, [c for c in categories.split(",") if c], limit)
+    recorded = read_traces(traces, options.names(categories), limit)
     if "successor" not in config.sources:
         return recorded, {}, None, []
     best = read_best(top8) if top8 is not None else {}
@@ -285,7 +290,7 @@ def _profile(name: str, traces: Sequence[Trace]) -> Profile | None:
 def _ablation(
     traces: Sequence[Trace], config: ReplayConfig, best: Best, profile: Profile | None
 ) -> dict[str, dict[str, float]]:
-    from reader_rag.bench.replay.replay import replay as run
+    from reader_rag.bench.replay.replayer import replay as run
 
     rows = {"all": (config, profile)}
     for source in config.sources if len(config.sources) > 1 else ():
@@ -311,7 +316,7 @@ def _explain(
     tokenizer: str | None,
 ) -> None:
     from reader_rag.bench.replay.explain import explain
-    from reader_rag.bench.replay.replay import Replayer, Tally
+    from reader_rag.bench.replay.replayer import Replayer, Tally
 
     trace = next((trace for trace in traces if trace.id == wanted), None)
     if trace is None:
@@ -334,7 +339,7 @@ def _shower(tokenizer: str | None) -> Callable[[Sequence[int]], str]:
     return lambda tokens: str(loaded.decode(list(tokens)))
 
 
-def _print(report: Mapping[str, Any]) -> None:
+def _show(report: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -352,12 +357,12 @@ def _print(report: Mapping[str, Any]) -> None:
         console.print(f"predicted and observed acceptance differ by {report['reliability']['mean_gap']} on average")
     for key, title in (("peers", "tokens per step of others"), ("ablation", "tokens per step with parts off")):
         if key in report:
-            _print_rows(console, title, report[key])
+            _show_rows(console, title, report[key])
     for note in report["notes"]:
         console.print(note, highlight=False)
 
 
-def _print_rows(console: Any, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+def _show_rows(console: Any, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title=title)

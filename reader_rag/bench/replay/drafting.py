@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reader_rag.bench.inputs import Trace
-from reader_rag.bench.replay.replay import Best, ReplayConfig, Replayer, Tally
+from reader_rag.bench.replay.replayer import Best, ReplayConfig, Replayer, Tally
 from reader_rag.draft import Calibration, ContextIndex, SuccessorTable, TreeBuilder
 from reader_rag.draft.chains import ChainDrafter, as_lists
 from reader_rag.draft.profile import Profile

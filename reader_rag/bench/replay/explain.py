@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from reader_rag.bench.inputs import Trace
-from reader_rag.bench.replay.replay import Step
+from reader_rag.bench.replay.replayer import Step
 from reader_rag.draft import SOURCES, Place
 
 _AROUND = 4

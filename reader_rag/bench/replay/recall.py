@@ -10,7 +10,7 @@ from typing import Any
 
 from reader_rag.bench.inputs import Trace
 from reader_rag.bench.replay.peers import best_copy_steps
-from reader_rag.bench.replay.replay import Best, ReplayConfig, replay
+from reader_rag.bench.replay.replayer import Best, ReplayConfig, replay
 from reader_rag.datastore import Datastore
 from reader_rag.draft.profile import Profile
 from reader_rag.engine.datastore_lookup import answer_document, answers_of

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reader_rag.bench.terminal import progress
+from reader_rag.bench import options
+from reader_rag.bench.output import print_report, progress, ratio_line
 from reader_rag.connectors.vllm_args import DRAFTED
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
@@ -17,134 +17,114 @@ if TYPE_CHECKING:
     from reader_rag.bench.vllm.compare import VllmTask
     from reader_rag.draft.step_table import StepTable
 
-Model = Annotated[str, typer.Option(help="Alias, local folder or hub id.")]
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        help='Prompts, a line each: {"id", "category", "turns": [text, ...]}.',
-        show_default="questions about Python's documentation and installed packages",
-    ),
-]
-Categories = Annotated[str, typer.Option(help="Comma-separated; empty: all.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Most prompts of each category.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Length = Annotated[int, typer.Option("--max-model-len", min=16, help="Most tokens of a prompt with its answer.")]
-Drafted = Annotated[
-    int, typer.Option("-k", "--drafted", min=1, help="Most tokens drafted for a request in a step (reader).")
-]
-DatastoreFolder = Annotated[Path | None, typer.Option(help="Folder of texts that reader drafts from too.")]
-Costs = Annotated[Path | None, typer.Option(help="Cost table of reader, from bench vllm-costs.")]
-Eager = Annotated[bool, typer.Option(help="Have vLLM compile nothing: starts sooner, runs slower.")]
+Eager = Annotated[bool, typer.Option(help="Let vLLM compile nothing: starts sooner, runs slower.")]
 GpuMemory = Annotated[float, typer.Option(min=0, max=1, help="Share of a GPU's memory for each engine.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
-_OWN = 8
-"""Prompts of each kind where no file is given."""
+_LOCAL_PROMPTS = 8
+"""Prompts of each category where no file is given."""
 
 
 def vllm(
-    prompts: Prompts = None,
-    model: Model = DEFAULT_MODEL,
-    categories: Categories = "",
-    limit: Limit = None,
-    dtype: Dtype = "bfloat16",
+    prompts: options.Prompts = None,
+    model: options.Model = DEFAULT_MODEL,
+    categories: options.Categories = "",
+    limit: options.Limit = None,
+    dtype: options.Dtype = "bfloat16",
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128,
     max_model_len: Length = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 1,
-    drafted: Drafted = DRAFTED,
-    datastore: DatastoreFolder = None,
-    costs: Costs = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    drafted: options.MaxDrafted = DRAFTED,
+    datastore: options.DatastoreToDraftFrom = None,
+    costs: options.StepCosts = None,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
     methods: Annotated[str, typer.Option(help="Out of plain, ngram, suffix, reader.")] = "plain,ngram,suffix,reader",
     eager: Eager = False,
     gpu_memory: GpuMemory = 0.2,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Answer the same prompts in vLLM by several drafters in turn, and compare speed and tokens."""
+    """Answer the same prompts in vLLM with several drafters in turn, and compare speed and tokens."""
     from reader_rag.bench.vllm.compare import Sampling, compare_vllm
-    from reader_rag.bench.vllm.engine import Options
+    from reader_rag.bench.vllm.engine import Options as EngineOptions
 
     source, tasks = _tasks(model, prompts, categories, limit, max_model_len, max_tokens)
-    options = Options(
+    engine = EngineOptions(
         source, dtype, batch, max_model_len, drafted, _path(datastore), _path(costs), eager, gpu_memory=gpu_memory
     )
-    chosen = [name for name in methods.split(",") if name]
-    report = compare_vllm(options, tasks, chosen, Sampling(max_tokens, temperature, seed), progress())
-    if as_json:
-        typer.echo(json.dumps(report, indent=1))
-    else:
-        _print(report)
+    sampling = Sampling(max_tokens, temperature, seed)
+    report = compare_vllm(engine, tasks, options.names(methods), sampling, progress())
+    print_report(report, as_json, _show)
 
 
 def vllm_stress(
-    prompts: Prompts = None,
-    model: Model = DEFAULT_MODEL,
-    categories: Categories = "",
-    limit: Limit = None,
-    dtype: Dtype = "float32",
-    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 500,
-    aborted: Annotated[float, typer.Option(min=0, max=1, help="Share that is aborted.")] = 0.15,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 48,
+    prompts: options.Prompts = None,
+    model: options.Model = DEFAULT_MODEL,
+    categories: options.Categories = "",
+    limit: options.Limit = None,
+    dtype: options.Dtype = "float32",
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 500,
+    aborted: Annotated[float, typer.Option(min=0, max=1, help="Share of the requests that is aborted.")] = 0.15,
+    max_tokens: options.MaxTokens = 48,
     max_model_len: Length = 1024,
-    batch: Annotated[int, typer.Option(min=1, help="Requests of a step, at most.")] = 16,
-    cache_tokens: Annotated[int, typer.Option(min=32, help="Positions of the key/value cache.")] = 1024,
-    whole: Annotated[bool, typer.Option(help="Ask the prompts whole, not beginnings of mixed lengths.")] = False,
-    drafted: Drafted = DRAFTED,
-    datastore: DatastoreFolder = None,
-    costs: Costs = None,
-    seed: Annotated[int, typer.Option(help="Of what is asked and aborted.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Most requests of a step.")] = 16,
+    cache_tokens: Annotated[int, typer.Option(min=32, help="Positions of the KV cache.")] = 1024,
+    whole: Annotated[bool, typer.Option(help="Use whole prompts, not prefixes of mixed lengths.")] = False,
+    drafted: options.MaxDrafted = DRAFTED,
+    datastore: options.DatastoreToDraftFrom = None,
+    costs: options.StepCosts = None,
+    seed: options.Seed = 0,
     eager: Eager = True,
     gpu_memory: GpuMemory = 0.4,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Ask much of a vLLM with too small a cache, abort some of it, and compare every answer with plain decoding's.
+    """Send many requests to a vLLM whose KV cache is too small, abort some, and check every answer.
 
-    Exit status: 1 if an answer is wrong.
+    Answers are compared with plain decoding's. Exit status: 1 if one is wrong.
     """
-    from reader_rag.bench.vllm.engine import Options
+    from reader_rag.bench.vllm.engine import Options as EngineOptions
     from reader_rag.bench.vllm.stress import StressPlan, cut, stress
 
     if cache_tokens < max_model_len:
-        raise ConfigError(f"--cache-tokens {cache_tokens}: vLLM wants room for one request of {max_model_len} tokens")
+        raise ConfigError(
+            f"--cache-tokens {cache_tokens}: vLLM needs room for one request of {max_model_len} tokens; raise it, or "
+            "lower --max-model-len"
+        )
     source, tasks = _tasks(model, prompts, categories, limit, max_model_len, max_tokens)
-    options = Options(
+    engine = EngineOptions(
         source, dtype, batch, max_model_len, drafted, _path(datastore), _path(costs), eager, gpu_memory=gpu_memory
     )
     plan = StressPlan(requests, aborted, max_tokens, 2 * batch, seed)
-    report = stress(options, cache_tokens, tasks if whole else cut(tasks, seed), plan, progress())
-    if as_json:
-        typer.echo(json.dumps(report, indent=1))
-    else:
-        _print_stress(report)
+    report = stress(engine, cache_tokens, tasks if whole else cut(tasks, seed), plan, progress())
+    print_report(report, as_json, _show_stress)
     if report["wrong"]:
         raise typer.Exit(1)
 
 
 def vllm_costs(
     out: Annotated[Path, typer.Option(help="File to write.")],
-    model: Model = DEFAULT_MODEL,
-    dtype: Dtype = "bfloat16",
-    rows: Annotated[str, typer.Option(help="Requests at once.")] = "1,2,4,8,16",
-    drafted: Annotated[str, typer.Option(help="Drafted tokens of each.")] = "0,1,2,4,8,16",
-    context: Annotated[int, typer.Option(min=1, help="Tokens before them.")] = 512,
-    rounds: Annotated[int, typer.Option(min=1, help="How often all lengths have their turn.")] = 5,
+    model: options.Model = DEFAULT_MODEL,
+    dtype: options.Dtype = "bfloat16",
+    rows: Annotated[str, typer.Option(help="Requests of a step, comma-separated.")] = "1,2,4,8,16",
+    drafted: Annotated[str, typer.Option(help="Drafted tokens of each request, comma-separated.")] = "0,1,2,4,8,16",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the text before them.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every length is measured.")] = 5,
     max_model_len: Length = 4096,
     eager: Eager = False,
     gpu_memory: GpuMemory = 0.8,
 ) -> None:
-    """Measure what a step costs in the vLLM of this environment, by requests and drafted tokens.
+    """Measure the seconds of a vLLM step by the number of requests and of drafted tokens.
 
-    Run it on an idle machine that is like the one that serves. `reader-rag vllm-args --costs` passes the table on.
+    Run it on an idle machine like the one that serves. reader-rag vllm-args --costs takes the table.
     """
     from reader_rag.bench.vllm.costs import measure_costs
-    from reader_rag.bench.vllm.engine import Options
+    from reader_rag.bench.vllm.engine import Options as EngineOptions
     from reader_rag.model.registry import resolve_model
 
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    numbers, lengths = _numbers("--rows", rows), _numbers("--drafted", drafted)
-    options = Options(
+    numbers, lengths = options.numbers("--rows", rows), options.numbers("--drafted", drafted)
+    engine = EngineOptions(
         str(resolve_model(model)),
         dtype,
         max(numbers),
@@ -153,9 +133,9 @@ def vllm_costs(
         eager=eager,
         gpu_memory=gpu_memory,
     )
-    table = measure_costs(options, numbers, lengths, context, rounds, progress())
+    table = measure_costs(engine, numbers, lengths, context, rounds, progress())
     table.write(out)
-    _print_costs(table)
+    _show_costs(table)
     typer.echo(out)
 
 
@@ -163,26 +143,20 @@ def _path(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as cause:
-        raise ConfigError(f"{name} {text}: give whole numbers, e.g. 1,2,4,8") from cause
-
-
 def _tasks(
     model: str, path: Path | None, categories: str, limit: int | None, max_model_len: int, max_tokens: int
 ) -> tuple[str, list[VllmTask]]:
     """The model's folder or id, and the prompts in its tokens."""
-    from reader_rag.bench.inputs import held_prompts
+    from reader_rag.bench.local_prompts import prompts_or_local
     from reader_rag.bench.vllm.compare import read_tasks
     from reader_rag.model.registry import resolve_model
 
     source = str(resolve_model(model))
-    return source, read_tasks(source, held_prompts(path, categories, limit, _OWN), max_model_len, max_tokens)
+    prompts = prompts_or_local(path, options.names(categories), limit, _LOCAL_PROMPTS)
+    return source, read_tasks(source, prompts, max_model_len, max_tokens)
 
 
-def _print(report: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -200,21 +174,20 @@ def _print(report: dict[str, Any]) -> None:
             table.add_row(name, *("-" if cell is None else f"{cell:g}" for cell in shown))
         console.print(table)
         for name, ratio in held["ratios"].items():
-            if ratio["median"] is not None:
-                spread = f"median {ratio['median']:.2f}, from {ratio['min']:.2f} to {ratio['max']:.2f}"
-                console.print(f"{name}: {ratio['total']:.2f} times over all tokens ({spread})")
+            if line := ratio_line(name, ratio):
+                console.print(line)
     for name, same in report.get("identical", {}).items():
         console.print(f"{name} = plain: {same['compared'] - len(same['different'])} of {same['compared']}")
         for one in same["different"]:
-            console.print(f"  {_parted(one)}")
+            console.print(f"  {_difference(one)}")
 
 
-def _parted(one: dict[str, Any]) -> str:
+def _difference(one: dict[str, Any]) -> str:
     margin = "unknown" if one["margin"] is None else f"{one['margin']:.3g}"
     return f"{one['id']}, token {one['position']}: plain {one['plain']}, here {one['other']}, margin {margin}"
 
 
-def _print_stress(report: dict[str, Any]) -> None:
+def _show_stress(report: dict[str, Any]) -> None:
     for name in ("requests", "aborted", "tokens", "preemptions", "drafted", "accepted", "cache_tokens"):
         typer.echo(f"{name.replace('_', ' ')}: {report[name]}")
     memory = ", ".join(f"{held:.0f}" for held in report["memory_mb"])
@@ -225,10 +198,10 @@ def _print_stress(report: dict[str, Any]) -> None:
     for name in ("ties", "wrong"):
         typer.echo(f"{name}: {len(report[name])}")
         for one in report[name]:
-            typer.echo(f"  {_parted(one)}")
+            typer.echo(f"  {_difference(one)}")
 
 
-def _print_costs(table: StepTable) -> None:
+def _show_costs(table: StepTable) -> None:
     from rich.console import Console
     from rich.table import Table
 

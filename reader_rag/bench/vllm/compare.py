@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from reader_rag.bench.generate.generate import cpu_name, ratio, summary_of_ratios
+from reader_rag.bench.report import cpu_name, ratio, summary_of_ratios
 from reader_rag.bench.vllm.engine import COMPARED, Group, Options, greedy, margin, pausing_group, run_group
 from reader_rag.bench.vllm.worker import Worker
 from reader_rag.errors import ConfigError

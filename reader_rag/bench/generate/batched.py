@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from reader_rag.bench.generate.generate import different, machine, ratio, summary_of_ratios
 from reader_rag.bench.generate.methods import Clock, Task, asked_for, cache_bytes, shortened
-from reader_rag.bench.measured import Measured
-from reader_rag.bench.memory import PeakMemory
+from reader_rag.bench.measured import Measured, PeakMemory
+from reader_rag.bench.report import different, machine, ratio, summary_of_ratios
 from reader_rag.config import BatchConfig
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.observer import Load, Observer, StepReport

@@ -7,9 +7,9 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from reader_rag.bench import local_prompts as module
 from reader_rag.bench.inputs import BenchPrompt
-from reader_rag.bench.replay import own_prompts as module
-from reader_rag.bench.replay.own_prompts import CHATS, own_prompts
+from reader_rag.bench.local_prompts import CHATS, local_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,12 @@ def of(prompts: list[BenchPrompt], category: str) -> list[BenchPrompt]:
 
 
 def test_the_same_seed_gives_the_same_prompts() -> None:
-    assert own_prompts(6, seed=3) == own_prompts(6, seed=3)
-    assert own_prompts(6) == own_prompts(6, seed=0)
+    assert local_prompts(6, seed=3) == local_prompts(6, seed=3)
+    assert local_prompts(6) == local_prompts(6, seed=0)
 
 
 def test_another_seed_gives_other_texts_in_every_category() -> None:
-    first, second = own_prompts(6, seed=0), own_prompts(6, seed=1)
+    first, second = local_prompts(6, seed=0), local_prompts(6, seed=1)
     for category in ("chat", "rag", "summarization"):
         assert {p.text for p in of(first, category)} != {p.text for p in of(second, category)}
 
@@ -37,15 +37,15 @@ def test_another_seed_gives_other_texts_in_every_category() -> None:
 def test_the_same_seed_gives_the_same_prompts_in_whatever_order_packages_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first = own_prompts(6)
+    first = local_prompts(6)
     found = list(module._descriptions())
     monkeypatch.setattr(module, "_descriptions", lambda: reversed(found))
-    assert own_prompts(6) == first
+    assert local_prompts(6) == first
 
 
 @pytest.mark.parametrize("each", [2, 4, 10])
 def test_there_are_as_many_prompts_of_each_category_as_asked_for_half_of_them_from_each_corpus(each: int) -> None:
-    prompts = own_prompts(each)
+    prompts = local_prompts(each)
     assert Counter(prompt.category for prompt in prompts) == {"chat": each, "rag": each, "summarization": each}
     for category in ("rag", "summarization"):
         corpora = Counter(prompt.id.split("-")[1] for prompt in of(prompts, category))
@@ -54,22 +54,22 @@ def test_there_are_as_many_prompts_of_each_category_as_asked_for_half_of_them_fr
 
 @pytest.mark.parametrize("each", [1, 3, 7])
 def test_there_are_never_more_prompts_of_a_category_than_asked_for(each: int) -> None:
-    assert max(Counter(prompt.category for prompt in own_prompts(each)).values()) <= each
+    assert max(Counter(prompt.category for prompt in local_prompts(each)).values()) <= each
 
 
 def test_there_are_no_more_chats_than_are_written_down() -> None:
-    assert len(of(own_prompts(100), "chat")) == len(CHATS) == len(set(CHATS))
+    assert len(of(local_prompts(100), "chat")) == len(CHATS) == len(set(CHATS))
 
 
 def test_ids_are_unique_and_categories_come_one_after_the_other() -> None:
-    prompts = own_prompts(10)
+    prompts = local_prompts(10)
     assert len({prompt.id for prompt in prompts}) == len(prompts)
     assert [prompt.category for prompt in prompts] == sorted(prompt.category for prompt in prompts)
     assert all(prompt.id.startswith(f"{prompt.category}-") for prompt in prompts)
 
 
 def test_a_question_has_three_passages_one_of_them_of_the_title_it_asks_about() -> None:
-    for prompt in of(own_prompts(10), "rag"):
+    for prompt in of(local_prompts(10), "rag"):
         assert prompt.text.startswith("Answer the question from the passages.\n\n[1] ")
         assert [f"\n\n[{k}] " in prompt.text for k in (1, 2, 3, 4)] == [True, True, True, False]
         title = prompt.text.rpartition("\n\nQuestion: What do the passages say about ")[2].removesuffix("?")
@@ -83,7 +83,7 @@ def test_a_question_has_three_passages_one_of_them_of_the_title_it_asks_about() 
 
 def test_a_text_to_summarise_is_the_beginning_of_a_long_one() -> None:
     whole = {text.strip()[:2600] for text in topics.values()} | {text[:2600] for _, text in module._descriptions()}
-    for prompt in of(own_prompts(10), "summarization"):
+    for prompt in of(local_prompts(10), "summarization"):
         instruction, text = prompt.text.split("\n\n", 1)
         assert instruction == "Summarize the following text."
         assert len(text) == 2600
@@ -91,12 +91,12 @@ def test_a_text_to_summarise_is_the_beginning_of_a_long_one() -> None:
 
 
 def test_chats_come_without_a_text() -> None:
-    assert {prompt.text for prompt in of(own_prompts(10), "chat")} <= set(CHATS)
+    assert {prompt.text for prompt in of(local_prompts(10), "chat")} <= set(CHATS)
 
 
 def test_no_title_is_asked_about_and_summarised_while_there_are_titles_enough() -> None:
     # Questions take titles from one end of a shuffled list, summaries from the other.
-    prompts = own_prompts(4)
+    prompts = local_prompts(4)
     asked = {prompt.text.rpartition("say about ")[2].removesuffix("?") for prompt in of(prompts, "rag")}
     summarised = {prompt.text.partition("\n\n")[2] for prompt in of(prompts, "summarization")}
     texts = dict(module._descriptions()) | {name: text.strip() for name, text in topics.items()}

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from reader_rag.bench.commands import app
-from reader_rag.bench.load.load import LoadPlan, run_load
+from reader_rag.bench.load.concurrent import LoadPlan, run_load
 from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.sequence import DecodeSequence

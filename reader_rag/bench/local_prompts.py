@@ -1,4 +1,4 @@
-"""Prompts made from texts that are on every machine with Python, to tune and to measure on.
+"""Prompts made from texts that every machine with Python has, for tuning and measuring.
 
 Three categories, as in Spec-Bench: questions with retrieved passages ("rag"), texts to summarise ("summarization"), and
 requests without a text ("chat"). The first two are made from two corpora each: Python's language reference and
@@ -11,9 +11,11 @@ import importlib.metadata
 import random
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from reader_rag.bench.inputs import BenchPrompt
+from reader_rag.bench.inputs import BenchPrompt, read_prompts
+from reader_rag.errors import ConfigError
 
 _PASSAGE = 900
 """Characters of a passage."""
@@ -54,12 +56,35 @@ CHATS = (
 )
 
 
-def own_prompts(each: int, seed: int = 0) -> list[BenchPrompt]:
-    """Prompts of all categories.
+def prompts_or_local(path: Path | None, categories: Sequence[str], limit: int | None, each: int) -> list[BenchPrompt]:
+    """The prompts of a file, or `local_prompts` if there is none.
+
+    Args:
+        path: The file, or None.
+        categories: Keep these; none: all.
+        limit: Most prompts of each category; None: all of the file.
+        each: Local prompts of each category if `limit` is None.
+
+    Raises:
+        ConfigError: The file cannot be read, a line is not of its form, or there is no such category.
+    """
+    if path is not None:
+        return read_prompts(path, categories, limit)
+    prompts = local_prompts(each if limit is None else limit)
+    prompts = [prompt for prompt in prompts if not categories or prompt.category in categories]
+    if not prompts:
+        raise ConfigError(
+            f"--categories {','.join(categories)}: without --prompts there are rag, summarization and chat"
+        )
+    return prompts
+
+
+def local_prompts(each: int, seed: int = 0) -> list[BenchPrompt]:
+    """Prompts of all three categories.
 
     Args:
         each: Most prompts of each category; half of those with a text come from each corpus.
-        seed: Which texts are taken.
+        seed: Decides which texts are taken.
     """
     draw = random.Random(seed)
     corpora = {"topics": _topics(), "packages": _packages()}
@@ -92,15 +117,15 @@ _EDITS = (
     ("How do", "Please tell me how do"),
     ("Give me ", "I would like "),
 )
-"""Other words for the same request; those that fit are put in."""
+"""Other words for the same request; those that occur in a prompt are replaced."""
 
 
-def edited(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
-    """The same requests as somebody else would word them; those with a text keep it."""
-    return [BenchPrompt(f"{prompt.id}-edited", prompt.category, _edited(prompt.text)) for prompt in prompts]
+def reworded(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
+    """The same requests in other words; texts in them stay as they are."""
+    return [BenchPrompt(f"{prompt.id}-edited", prompt.category, _reworded(prompt.text)) for prompt in prompts]
 
 
-def _edited(text: str) -> str:
+def _reworded(text: str) -> str:
     for plain, other in _EDITS:
         text = text.replace(plain, other, 1)
     return text if any(other in text for _, other in _EDITS) else f"Please help me with this. {text}"

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from reader_rag.bench.commands import app
-from reader_rag.bench.generate.generate import compare
 from reader_rag.bench.generate.methods import METHODS, Task
+from reader_rag.bench.generate.sequential import compare
 from reader_rag.config import SamplingParams
 from reader_rag.errors import ConfigError
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numba
-import torch
-import transformers
-
 from reader_rag.bench.generate.methods import METHODS, Run, Task, shortened
-from reader_rag.bench.measured import Measured
-from reader_rag.bench.memory import PeakMemory
+from reader_rag.bench.measured import Measured, PeakMemory
+from reader_rag.bench.report import different, machine, ratio, summary_of_ratios
 from reader_rag.engine.engine import Engine
 from reader_rag.errors import ConfigError
 
@@ -115,58 +108,3 @@ def _ratios(ours: _Answers, theirs: _Answers) -> dict[str, float | None]:
         if a.decode_tokens_per_s and b.decode_tokens_per_s
     ]
     return summary_of_ratios(each, ratio(ours.decode_tokens_per_s, theirs.decode_tokens_per_s))
-
-
-def ratio(ours: float, theirs: float) -> float | None:
-    """How many times as fast; None where nothing was measured."""
-    return ours / theirs if ours and theirs else None
-
-
-def summary_of_ratios(each: Sequence[float], total: float | None) -> dict[str, float | None]:
-    """The row of a report.
-
-    Args:
-        each: How much faster on each prompt or group.
-        total: And over all tokens.
-    """
-    if not each or total is None:
-        return {"median": None, "min": None, "max": None, "total": None}
-    found = {"median": statistics.median(each), "min": min(each), "max": max(each), "total": total}
-    return {name: round(value, 3) for name, value in found.items()}
-
-
-def different(ids: Sequence[str], ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """For how many prompts tokens were compared, and for which they differ."""
-    differing = [one for one, a, b in zip(ids, ours, theirs, strict=True) if a != b]
-    return {"compared": len(ids), "different": differing}
-
-
-def machine(engine: Engine) -> dict[str, Any]:
-    """What a figure must be read with: device, types, threads, versions."""
-    device = engine.target.device
-    return {
-        "model": engine.name,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "exactness": engine.exactness,
-        "drafting": engine.drafting,
-        "quantized": bool(getattr(engine.model, "is_quantized", False)),
-        "forward": "compiled" if engine.target.cpu is not None else "torch",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "numba": numba.__version__,
-    }
-
-
-def cpu_name() -> str:
-    """The processor, as the system calls it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from reader_rag.bench.generate.generate import machine
+from reader_rag.bench.report import machine
 from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Prompt

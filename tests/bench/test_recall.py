@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reader_rag.bench.inputs import Trace
 from reader_rag.bench.replay.recall import halves, measure_recall
-from reader_rag.bench.replay.replay import ReplayConfig
+from reader_rag.bench.replay.replayer import ReplayConfig
 
 
 def trace(name: str, category: str, prompt: list[int], output: list[int]) -> Trace:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from reader_rag.bench.datastore import datastore, texts
+from reader_rag.bench.datastore import measurements, texts
 from reader_rag.cli.main import app
 
 
 @pytest.fixture(autouse=True)
 def _little_text(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
-    text = datastore.Texts(random.integers(0, 500, 9000).astype(np.int32), np.arange(1, 301) * 30)
-    monkeypatch.setattr(datastore, "installed_text", lambda *_: text)
-    monkeypatch.setattr(datastore, "_QUERIES", 20)
+    text = measurements.Texts(random.integers(0, 500, 9000).astype(np.int32), np.arange(1, 301) * 30)
+    monkeypatch.setattr(measurements, "installed_text", lambda *_: text)
+    monkeypatch.setattr(measurements, "_QUERIES", 20)
     monkeypatch.setenv("COLUMNS", "160")
 
 
@@ -44,7 +44,7 @@ def test_a_table_and_a_plot_come_out_and_a_lack_of_text_is_told(tmp_path: Path) 
     command = ["bench", "datastore", "--tokens", "1e4", "--plot", str(plot)]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert "bytes a token" in result.stdout
-    assert "8910 tokens only" in result.stderr
+    assert "only 8910 tokens of text" in result.stderr
     assert plot.read_text().startswith("<?xml")
 
 

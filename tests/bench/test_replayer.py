@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from reader_rag.bench.inputs import Trace, TracePassage
-from reader_rag.bench.replay.replay import (
+from reader_rag.bench.replay.replayer import (
     BINS,
     ReplayConfig,
     Replayer,

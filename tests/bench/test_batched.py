@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reader_rag.bench.commands import app
-from reader_rag.bench.generate.batches import compare_batch
+from reader_rag.bench.generate.batched import compare_batch
 from reader_rag.bench.generate.methods import Task
 from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine

@@ -34,7 +34,7 @@ _BATCH = 4_000_000
 _OPENING = """
 import json, sys, time
 import numpy as np, psutil
-from reader_rag.bench.datastore.datastore import TOKENIZER, follow
+from reader_rag.bench.datastore.measurements import TOKENIZER, follow
 from reader_rag.datastore import Datastore
 folder, vocabulary, tiny, contexts = sys.argv[1:]
 process = psutil.Process()

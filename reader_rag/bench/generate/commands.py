@@ -1,0 +1,199 @@
+"""`reader-rag bench generate` and `reader-rag bench cache`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from reader_rag.bench import options
+from reader_rag.bench.output import print_report, progress, ratio_line
+from reader_rag.config import DraftConfig, SamplingParams
+from reader_rag.errors import ConfigError
+from reader_rag.model.registry import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from reader_rag.bench.generate.methods import Task
+    from reader_rag.engine.engine import Engine
+
+
+def generate(
+    prompts: Annotated[Path | None, typer.Option(help=options.PROMPTS_FORM)] = None,
+    traces: Annotated[
+        Path | None,
+        typer.Option("--replay", help="Traces whose tokens the model must emit: real acceptance with any weights."),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(help="LLM: alias, local folder or hub id; with --replay also a config.json, for random weights."),
+    ] = DEFAULT_MODEL,
+    categories: options.Categories = "",
+    limit: options.Limit = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 256,
+    max_nodes: Annotated[int | None, typer.Option(min=0, help="Most nodes of a draft tree.")] = None,
+    successors: Annotated[bool, typer.Option(help="Draft from the model's own next tokens too.")] = True,
+    batch: Annotated[str, typer.Option(help="Prompts decoded at once; several sizes: 1,2,4,8.")] = "1",
+    exactness: options.Exactness = "fast",
+    forward: options.Forward = "auto",
+    strict_width: Annotated[
+        int | None, typer.Option(help="Positions of a pass in strict mode, where shapes are fixed.")
+    ] = None,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    seed: options.Seed = 0,
+    methods: Annotated[str, typer.Option(help="Out of plain, reader, hf, hf-lookup.")] = "plain,reader,hf,hf-lookup",
+    as_json: options.Json = False,
+) -> None:
+    """Decode the same prompts by several methods in turn and compare speed, tokens and memory.
+
+    Several sizes of --batch with --json give a list of reports.
+    """
+    batches = options.numbers("--batch", batch, least=1)
+    if (prompts is None) == (traces is None):
+        raise ConfigError("give either --prompts FILE or --replay TRACES")
+    from reader_rag.bench.generate.batched import compare_batch
+    from reader_rag.bench.generate.sequential import compare
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    draft = DraftConfig()
+    draft = replace(
+        draft,
+        max_nodes=draft.max_nodes if max_nodes is None else max_nodes,
+        max_successors=draft.max_successors if successors else 0,
+    )
+    settings = {"draft": draft, "exactness": exactness, "forward": forward, "strict_width": strict_width}
+    engine = _engine(model, dtype, device, settings, random_weights=traces is not None)
+    tasks = _tasks(engine, prompts, traces, options.names(categories), limit, params)
+    chosen = options.names(methods)
+    several = len(batches) > 1
+    for number, size in enumerate(batches):
+        if size == 1:
+            report = compare(engine, tasks, chosen, progress())
+        else:
+            report = compare_batch(engine, tasks, chosen, size, progress())
+        if not as_json:
+            _show(report)
+            continue
+        # Each report is printed when it is complete: a run over all sizes that is interrupted has measured some.
+        opening, closing = "[" if several and not number else "", "]" if several else ""
+        typer.echo(opening + json.dumps(report, indent=1) + ("," if number + 1 < len(batches) else closing))
+
+
+def cache(
+    batch: Annotated[str, typer.Option(help="Sequences of a batch; several sizes: 8,32.")] = "1,2,4,8,16,32",
+    context: Annotated[int, typer.Option(min=2, help="Positions of the longest context.")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the longest answer.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the cache.")] = 8,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of a layer.")] = 8,
+    width: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of keys and values.")
+    ] = "float32",
+    as_json: options.Json = False,
+) -> None:
+    """Compare the policies of the batch cache: time, bytes moved and memory. No model is loaded."""
+    sizes = options.numbers("--batch", batch, least=1)
+    from reader_rag.bench.generate.cache_policies import CacheShape, measure_caching
+
+    shape = CacheShape(context, tokens, layers, heads, width, device, dtype)
+    print_report({"shape": asdict(shape), "runs": measure_caching(sizes, shape, progress())}, as_json, _show_caching)
+
+
+def _engine(model: str, dtype: str, device: str, settings: dict[str, Any], *, random_weights: bool) -> Engine:
+    from reader_rag.engine.engine import Engine
+
+    if model.endswith(".json"):
+        if not random_weights:
+            raise ConfigError(f"--model {model}: random weights answer nothing; use a configuration with --replay")
+        from reader_rag.bench.generate.random_weights import engine_from_config
+
+        return engine_from_config(Path(model), dtype, device, settings)
+    return Engine.load(model, dtype=dtype, device=device, prefix_bytes=0, **settings)
+
+
+def _tasks(
+    engine: Engine,
+    prompts: Path | None,
+    traces: Path | None,
+    categories: list[str],
+    limit: int | None,
+    params: SamplingParams,
+) -> list[tuple[str, Task]]:
+    from reader_rag.bench.generate.methods import Task
+    from reader_rag.bench.inputs import read_prompts, read_traces
+    from reader_rag.engine.outputs import Prompt
+
+    if prompts is not None:
+        return [
+            (p.id, Task(engine.encode_chat([{"role": "user", "content": p.text}]), params))
+            for p in read_prompts(prompts, categories, limit)
+        ]
+    assert traces is not None
+    return [
+        (t.id, Task(Prompt(t.prompt), params, t.output[: params.max_tokens]))
+        for t in read_traces(traces, categories, limit)
+        if len(t.output) > 1
+    ]
+
+
+def _show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    machine = report["machine"]
+    at_once = f", {report['batch']} at once" if report["batch"] > 1 else ""
+    table = Table(
+        title=f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts{at_once}"
+    )
+    table.add_column("method")
+    columns = {
+        "tokens/s": "decode_tokens_per_s",
+        "tokens/step": "mat",
+        "ms/step": "ms_per_step",
+        "first token s": "ttft_s",
+        "cache MB": "cache_mb",
+        "peak MB": "peak_mb",
+    }
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for name, row in report["variants"].items():
+        cells = [row[field] for field in columns.values()]
+        table.add_row(name, *("-" if cell is None else f"{cell:g}" for cell in cells))
+    console = Console()
+    console.print(table)
+    for name, ratio in report["ratios"].items():
+        if line := ratio_line(name, ratio):
+            console.print(line)
+    if "identical" in report:
+        same = report["identical"]
+        differing = f"; different: {', '.join(same['different'])}" if same["different"] else ""
+        console.print(f"reader = plain: {same['compared'] - len(same['different'])} of {same['compared']}{differing}")
+
+
+def _show_caching(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("batch", "policy")
+    columns = {
+        "steps": "{steps}",
+        "ms/step": "{ms_per_step_p50:.2f}",
+        "mean": "{ms_per_step_mean:.2f}",
+        "moved MB": "{moved_mb:.0f}",
+        "moves/entry": "{moves_per_entry:.2f}",
+        "rearranged": "{rearrangements}",
+        "peak MB": "{peak_mb:.1f}",
+        "of the bound": "{share_of_bound:.3f}",
+    }
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for run in report["runs"]:
+        cells = run | {"moved_mb": run["moved_bytes"] / 1e6, "peak_mb": run["peak_bytes"] / 1e6}
+        table.add_row(str(run["batch"]), run["policy"], *(text.format(**cells) for text in columns.values()))
+    Console().print(table)
