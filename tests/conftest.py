@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub client: no test asks a network
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,12 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Accept the setting `timeout` where pytest-timeout is not installed."""
+    if find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "not used: pytest-timeout is not installed")
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.resources
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -119,6 +121,37 @@ def test_every_folder_of_modules_is_in_the_list_of_packages() -> None:
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(root) for path in (root / "reader_rag").rglob("*.py")}
     assert sorted(listed) == sorted([".".join(folder.parts) for folder in folders] + ["reader_rag.connectors"])
+
+
+def test_every_third_party_import_is_declared() -> None:
+    root = Path(__file__).resolve().parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {re.match(r"[\w.-]+", requirement)[0] for listed in lists for requirement in listed}  # type: ignore[index]
+    undeclared = {
+        (str(path.relative_to(root)), distribution)
+        for folder in ("reader_rag", "connectors")
+        for path in (root / folder).rglob("*.py")
+        for distribution in map(_distribution, _imported(path))
+        if distribution not in declared
+    }
+    assert undeclared == set()
+
+
+def _imported(path: Path) -> set[str]:
+    """The modules outside of Python and this package that a file imports, at any place."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names | {"reader_rag"}}
+
+
+def _distribution(module: str) -> str:
+    """The name on PyPI of the package that a module is imported from."""
+    first, *rest = module.split(".")
+    if first == "llama_index":  # a namespace that many packages share
+        return "llama-index-core" if rest[0] == "core" else "-".join(["llama-index", *rest[:2]]).replace("_", "-")
+    return {"faiss": "faiss-cpu", "grpc": "grpcio"}.get(first, first.replace("_", "-"))
 
 
 def test_modules_that_moved_are_found_by_their_old_names_with_a_warning() -> None:
