@@ -192,4 +192,4 @@ def serving(script: Script) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(timeout=60)

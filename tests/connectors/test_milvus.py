@@ -63,7 +63,7 @@ class Server:
         """As by a crash."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(timeout=60)
             self._process = None
 
 

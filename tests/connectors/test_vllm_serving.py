@@ -28,7 +28,7 @@ from reader_rag.datastore import Datastore
 from reader_rag.draft.step_table import StepTable
 from reader_rag.errors import ConfigError
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 LENGTH = 1024
 PASSAGES = (

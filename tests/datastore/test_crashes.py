@@ -243,7 +243,7 @@ def test_a_killed_process_leaves_a_whole_commit(tmp_path: Path) -> None:
             for _ in range(lines):
                 last = int(child.stdout.readline())
             child.send_signal(signal.SIGKILL)
-            child.wait()
+            child.wait(timeout=60)
             rest = child.stdout.read().split()
             last = int(rest[-1]) if rest and rest[-1].isdigit() else last
         with warnings.catch_warnings():
@@ -302,4 +302,4 @@ def test_two_processes_read_while_one_writes(tmp_path: Path) -> None:
         finally:
             for child in children:
                 child.kill()
-                child.wait()
+                child.wait(timeout=60)

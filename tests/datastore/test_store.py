@@ -25,6 +25,7 @@ from datastore_tools import (
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from waiting import join
 
 from reader_rag.datastore import Datastore, DatastoreSettings, Source
 from reader_rag.errors import (
@@ -220,8 +221,7 @@ def test_threads_search_while_one_adds_and_removes(tmp_path: Path) -> None:
             if n % 7 == 0:
                 store.commit()
         done.set()
-        for thread in threads:
-            thread.join()
+        join(*threads)
         assert not errors
         assert len(store.documents()) == 150 - sum(n % 3 == 0 and n >= 6 for n in range(150))
 

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from reader_rag.errors import ModelError
 from reader_rag.model.weights_cache import cache_folder, install_folder
@@ -72,7 +72,7 @@ def test_a_killed_conversion_leaves_nothing_that_is_taken_for_whole(tmp_path: Pa
     assert process.stdout is not None
     assert process.stdout.readline() == "half\n"
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.wait(timeout=60)
     process.stdout.close()
     assert len(_visible(tmp_path)) == 1  # the leftover, under a name that is no model's
     assert not target.exists()
@@ -107,7 +107,7 @@ def test_processes_that_ask_at_once_convert_once(tmp_path: Path) -> None:
     target, log = tmp_path / "models" / "m", tmp_path / "log"
     command = [sys.executable, "-c", textwrap.dedent(script), str(target), str(log)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert [process.communicate()[0].strip() for process in processes] == [str(target)] * 3
+    assert [process.communicate(timeout=60)[0].strip() for process in processes] == [str(target)] * 3
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(log.read_text().splitlines()) == 1
     assert _visible(target.parent) == ["m"]
@@ -117,13 +117,11 @@ def test_who_waits_for_another_is_told_so(tmp_path: Path) -> None:
     said: list[str] = []
 
     def slow(folder: Path) -> None:
-        while not said:
-            time.sleep(0.01)
+        wait_until(lambda: said, "a word about waiting")
         _write_model(folder)
 
     def second() -> Path:
-        while not (tmp_path / ".m.lock").exists():
-            time.sleep(0.01)
+        wait_until((tmp_path / ".m.lock").exists, "the lock")
         return install_folder(tmp_path / "m", _write_model, progress=said.append)
 
     with ThreadPoolExecutor(2) as pool:

@@ -28,6 +28,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 from scripted_engine import ScriptedEngine
+from waiting import join
 
 from reader_rag.errors import ConfigError, StoreBusyError, StoreCorruptError, StoreMismatchError, StoreWriteError
 from reader_rag.llm import ReaderLLM
@@ -258,8 +259,7 @@ def test_threads_of_many_tenants_at_once(tmp_path: Path, make_node: MakeNode) ->
     threads = [threading.Thread(target=work, args=(name,)) for name in ("", "a", "b", "c")]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     assert failures == []
     assert store.tenants() == [TenantSize(name, 0, 7) for name in ("", "a", "b", "c")]
 
@@ -570,7 +570,7 @@ def test_their_commits_wait_for_one_another(run: Any, write: Write, tmp_path: Pa
         thread.start()
         thread.join(0.5)
         assert reports == []
-    thread.join()
+    join(thread)
     assert reports[0].chunks == 1
 
 
