@@ -14,8 +14,9 @@ _PROMPT = 11
 _TEXTS = 3
 """Texts that a model is tried on until it is right on one. In 16-bit types a near tie between two experts falls either
 way and changes all that follows; a position or a mask that is wrong is wrong on every text."""
-_CHAINS = (1, 2, 3, 7, 16, 40)
-"""Lengths of chains whose bits are compared."""
+_CHAINS = (1, 2, 3, 4, 7, 8, 16, 40)
+"""Lengths of chains whose bits are compared: passes of 2 to 41 rows, those of 5 and 9 among them, which products that
+work on blocks of 4 or 8 rows compute by two kernels."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 """Relative error of logits that rounding explains; a position or a mask that is wrong gives 0.5 and more."""
 

@@ -28,6 +28,8 @@ from reader_rag.model.cpu.forward import CpuForward, Rows, head_width, slow_prod
 PREFILL_CHUNK = 512
 """Prompt tokens per forward pass; bounds what the attention mask and the activations of a long prompt take."""
 
+_ROW_BLOCK = 4
+"""Rows that the CPU's matrix products compute together; see `FixedShape`."""
 _REUSED = 64
 """Positions that are reused together where any number of them may be."""
 
@@ -158,7 +160,10 @@ class FixedShape:
     depends on the root's position alone.
 
     Attributes:
-        width: Positions of a pass: the root and up to `width - 1` drafted ones.
+        width: Positions of a pass: the root and up to `width - 1` drafted ones. A multiple of 4 keeps the bits of a
+            row at every place of the pass: PyTorch's float32 products (MKL) compute rows in blocks of 4 and what is
+            left over by another kernel, and its vectorised functions compute the last elements of an array, those
+            behind the last multiple of 32, by another formula.
         bucket: Step in which the attended positions grow.
     """
 
@@ -171,14 +176,14 @@ class FixedShape:
 
         Args:
             model: The model.
-            width: Positions of a pass; None takes what pays on the kind of device (docs/exactness.md). It is never
-                measured, so that a machine always rounds the same way.
+            width: Positions of a pass, rounded up to a multiple of 4; None takes what pays on the kind of device
+                (docs/exactness.md). It is never measured, so that a machine always rounds the same way.
         """
         if width is None:
             width = cls.width
             if model.device.type == "cpu":
                 width = 8 if model.dtype == torch.float32 or not slow_products() else 4
-        return cls(width)
+        return cls(-(-width // _ROW_BLOCK) * _ROW_BLOCK)
 
     def shown(self, root: int) -> int:
         """Positions attended to when the root stands at `root`."""

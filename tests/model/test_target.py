@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from products import place_changes_bits
 from random_trees import random_tokens, random_tree
 from tiny_models import EAGER_ONLY, TREES, VOCABULARY, WINDOW_IN_CACHE, long_rope, make_model
 from transformers import PreTrainedModel
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from reader_rag.draft import DraftTree
 from reader_rag.errors import UnsupportedModelError
 from reader_rag.model import target as step
-from reader_rag.model.self_test import keeps_bits, verifies_trees
+from reader_rag.model.select_target import select_target
+from reader_rag.model.self_test import verifies_trees
 from reader_rag.model.target import FixedShape, Target
 
 
@@ -183,14 +184,19 @@ def test_no_chain_reaches_a_position_that_plain_decoding_attends_in_another_shap
     assert longest == 16 or shape.shown(root + longest + 1) != shape.shown(root)
 
 
+@pytest.mark.parametrize("width", [4, 9, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPT2"])
-def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
+def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dtype: torch.dtype, width: int) -> None:
     model = make_model(name).to(dtype)
-    target = Target(model, FixedShape(width=9, bucket=32), forward="torch")
-    if not keeps_bits(target):
-        pytest.skip("kernels of this machine compute a row by its neighbours, which the engine refuses")
-    text, draft = random_tokens(5, 40, VOCABULARY), random_tokens(6, 5, VOCABULARY)
+    shape = FixedShape(FixedShape.of(model, width).width, bucket=32)
+    assert shape.width == {4: 4, 9: 12, 16: 16}[width]
+    if place_changes_bits(dtype, shape.width):
+        with pytest.raises(UnsupportedModelError, match="exactness='strict' cannot be kept"):
+            select_target(model, name=name, exactness="strict", forward="torch", strict_width=width)
+        return
+    target = Target(model, shape, forward="torch")
+    text, draft = random_tokens(5, 40, VOCABULARY), random_tokens(6, min(5, width - 1), VOCABULARY)
     plain = target.new_cache(60, 0)
     target.prefill(text, plain)
     expected = []
@@ -200,23 +206,25 @@ def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dty
 
     drafted = target.new_cache(60, 8)
     target.prefill(text, drafted)
-    zeros = np.zeros(5, np.int32)
-    chain = DraftTree.of(
-        tokens=np.array(draft, np.int32),
-        parents=np.arange(-1, 4, dtype=np.int32),
-        depths=np.arange(1, 6, dtype=np.int32),
-        probabilities=np.full(5, 0.5),
-        sources=zeros,
-        positions=zeros,
-        match_lengths=zeros,
-    )
-    assert torch.equal(target.verify(7, chain, drafted), torch.stack(expected))
+    assert torch.equal(target.verify(7, DraftTree.from_chain(draft), drafted), torch.stack(expected))
+
+
+@pytest.mark.parametrize("width", range(5, 12))
+def test_strict_is_refused_in_shapes_whose_products_change_bits_by_the_place_of_a_row(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not place_changes_bits(torch.float32, width):
+        return  # this machine's products give no such shape away
+    model = make_model("GPT2")
+    monkeypatch.setattr(FixedShape, "of", classmethod(lambda cls, model, width: cls(width)))
+    with pytest.raises(UnsupportedModelError, match="exactness='strict' cannot be kept"):
+        select_target(model, name="GPT2", exactness="strict", forward="torch", strict_width=width)
 
 
 def test_fixed_shapes_compute_what_free_ones_do() -> None:
     model = make_model("Mistral")
     text = random_tokens(5, 40, VOCABULARY)
-    target = Target(model, FixedShape(width=9, bucket=32), forward="torch")
+    target = Target(model, FixedShape(width=8, bucket=32), forward="torch")
     cache = target.new_cache(60, 8)
     target.prefill(text, cache)
     logits = target.verify(7, random_tree(0, 3, VOCABULARY), cache)
@@ -234,4 +242,4 @@ def test_fixed_shapes_are_as_wide_as_pays_on_the_kind_of_cpu(
     monkeypatch.setattr(step, "slow_products", lambda: slow)
     model = make_model("Llama").to(dtype)
     assert FixedShape.of(model).width == width
-    assert FixedShape.of(model, 5).width == 5
+    assert [FixedShape.of(model, given).width for given in (2, 4, 5, 16, 17)] == [4, 4, 8, 16, 20]

@@ -1,0 +1,29 @@
+"""What PyTorch's own kernels do on this machine, found without the code under test."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def place_changes_bits(dtype: torch.dtype, rows: int) -> bool:
+    """Whether a row of a product has other bits at another place, or beside other rows.
+
+    Args:
+        dtype: Of weights and activations.
+        rows: Rows of the product.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    for features, inputs in ((32, 32), (48, 32), (32, 48), (96, 32), (192, 576)):
+        weight, x = random(features, inputs), random(rows, inputs)
+        product = functional.linear(x, weight)
+        for row in range(rows):
+            beside = random(rows, inputs)
+            beside[0] = x[row]
+            if not torch.equal(functional.linear(beside, weight)[0], product[row]):
+                return True
+    return False
