@@ -141,7 +141,7 @@ class MilvusDatabase(Database):
             raise ConfigError(
                 f"the file of an embedded Milvus ends in .db: write milvus:///PATH/NAME.db/{url.collection}"
             )
-        self.place = str(url)
+        self.location = str(url)
         self._url = url
         # The embedded database is not made for several writers; a server is.
         self.lock = nullcontext() if url.path is None else threading.RLock()
@@ -166,7 +166,7 @@ class MilvusDatabase(Database):
             raise StoreConnectionError(self._unreachable(first_line(error))) from error
         except OSError as error:
             raise StoreWriteError(
-                f"{self.place} cannot be read or written ({error}); check permissions and room on the disk"
+                f"{self.location} cannot be read or written ({error}); check permissions and room on the disk"
             ) from error
 
     def dimension(self) -> int | None:
@@ -180,7 +180,7 @@ class MilvusDatabase(Database):
         }
         if not {_ID, _TEXT, _VECTOR, ORDER, *KEYWORDS} <= fields.keys():
             raise StoreMismatchError(
-                f"the collection at {self.place} was made by another program: name another, it will be made"
+                f"the collection at {self.location} was made by another program: name another, it will be made"
             )
         return int(fields[_VECTOR]["params"]["dim"])
 
@@ -317,7 +317,7 @@ class MilvusDatabase(Database):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StoreError(f"the store {self.place} is closed; open it again")
+            raise StoreError(f"the store {self.location} is closed; open it again")
 
     def _as_ours(self, error: MilvusException) -> StoreError:
         reason = first_line(error.message)
@@ -327,16 +327,16 @@ class MilvusDatabase(Database):
                 "Milvus server), or it is no database of Milvus Lite"
             )
         if error.code == ErrorCode.COLLECTION_NOT_FOUND:
-            return StoreNotFoundError(f"the collection at {self.place} is gone: ingest the documents again")
+            return StoreNotFoundError(f"the collection at {self.location} is gone: ingest the documents again")
         if error.code == grpc.StatusCode.UNAUTHENTICATED or "auth" in reason:
-            return StoreConnectionError(f"Milvus at {self.place} refuses us: put its token into {TOKEN_VARIABLE}")
+            return StoreConnectionError(f"Milvus at {self.location} refuses us: put its token into {TOKEN_VARIABLE}")
         # Where the network fails, the client puts what gRPC said in place of Milvus's number.
         if error.code == _UNAVAILABLE or not isinstance(error.code, int):
             return StoreConnectionError(self._unreachable(reason))
-        return StoreError(f"Milvus at {self.place} refused a request ({reason})")
+        return StoreError(f"Milvus at {self.location} refused a request ({reason})")
 
     def _unreachable(self, reason: str) -> str:
-        return f"no Milvus answers at {self.place} ({reason}): start it, or check host and port"
+        return f"no Milvus answers at {self.location} ({reason}): start it, or check host and port"
 
 
 def to_milvus(filters: MetadataFilters) -> str:

@@ -90,7 +90,7 @@ class QdrantDatabase(Database):
     """
 
     def __init__(self, url: DatabaseUrl) -> None:
-        self.place = str(url)
+        self.location = str(url)
         self._url = url
         # The embedded database is not made for several threads; the server's client is.
         self.lock = nullcontext() if url.path is None else threading.RLock()
@@ -112,11 +112,11 @@ class QdrantDatabase(Database):
             raise self._refused(error) from error
         except (ResponseHandlingException, ApiException, ConnectionError) as error:
             raise StoreConnectionError(
-                f"no Qdrant answers at {self.place} ({first_line(error)}): start it, or check host and port"
+                f"no Qdrant answers at {self.location} ({first_line(error)}): start it, or check host and port"
             ) from error
         except (OSError, sqlite3.Error) as error:
             raise StoreWriteError(
-                f"{self.place} cannot be read or written ({error}); check permissions and room on the disk"
+                f"{self.location} cannot be read or written ({error}); check permissions and room on the disk"
             ) from error
         except RuntimeError as error:
             if "already accessed" in str(error):
@@ -124,7 +124,7 @@ class QdrantDatabase(Database):
                     f"another process uses {self._url.path}: wait until it has finished, or run a Qdrant server"
                 ) from error
             if "closed" in str(error):
-                raise StoreError(f"the store {self.place} is closed; open it again") from error
+                raise StoreError(f"the store {self.location} is closed; open it again") from error
             raise
 
     def dimension(self) -> int | None:
@@ -134,7 +134,7 @@ class QdrantDatabase(Database):
         vectors = self._client.get_collection(self._url.collection).config.params.vectors
         if not isinstance(vectors, dict) or _VECTOR not in vectors:
             raise StoreMismatchError(
-                f"the collection at {self.place} was made by another program: name another, it will be made"
+                f"the collection at {self.location} was made by another program: name another, it will be made"
             )
         return int(vectors[_VECTOR].size)
 
@@ -226,12 +226,12 @@ class QdrantDatabase(Database):
     def _refused(self, error: UnexpectedResponse) -> StoreError:
         if error.status_code in (401, 403):
             return StoreConnectionError(
-                f"Qdrant at {self.place} refuses us ({error.status_code}): put its key into {API_KEY_VARIABLE}"
+                f"Qdrant at {self.location} refuses us ({error.status_code}): put its key into {API_KEY_VARIABLE}"
             )
         if error.status_code == 404:
-            return StoreNotFoundError(f"the collection at {self.place} is gone: ingest the documents again")
+            return StoreNotFoundError(f"the collection at {self.location} is gone: ingest the documents again")
         content = error.content.decode(errors="replace")[:200]
-        return StoreError(f"Qdrant at {self.place} refused a request ({error.status_code}): {one_line(content)}")
+        return StoreError(f"Qdrant at {self.location} refused a request ({error.status_code}): {one_line(content)}")
 
 
 def to_qdrant(filters: MetadataFilters) -> models.Filter:

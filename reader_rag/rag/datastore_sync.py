@@ -41,7 +41,7 @@ def keep_in_step(store: DocumentStore, datastore: Datastore, tokenizer: PreTrain
     Raises:
         DatastoreError: It cannot be written.
     """
-    prefix = hashlib.sha256(store.place.encode()).hexdigest()[:12] + "/"
+    prefix = hashlib.sha256(store.location.encode()).hexdigest()[:12] + "/"
     space = passages_of(store.tenant)
     wanted = {prefix + node.node_id: node for node in store.get_nodes()}
     there = {name for name in datastore.documents(namespace=space) if name.startswith(prefix)}

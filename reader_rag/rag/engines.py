@@ -6,7 +6,6 @@ LlamaIndex's global `Settings` are neither changed nor relied on: models, tokeni
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -27,7 +26,7 @@ from reader_rag.llm import ReaderLLM
 from reader_rag.rag.chat_engine import GroundedChatEngine
 from reader_rag.rag.prompts import CHAT_CONTEXT, CHAT_REFINE, CHAT_SYSTEM, NOTHING_FOUND, QA_PROMPT, REFINE_PROMPT
 from reader_rag.rag.stores.contract import DocumentStore
-from reader_rag.rag.stores.location import open_place
+from reader_rag.rag.stores.location import open_store
 from reader_rag.rag.surroundings import MOST_CHARACTERS, Surroundings
 from reader_rag.rag.synthesis import PromptBudget, make_synthesizer
 
@@ -47,25 +46,6 @@ class QuestionRetriever(VectorIndexRetriever):
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         _require_question(query_bundle)
         return _distinct(await super()._aretrieve(query_bundle))
-
-
-def open_store(store: str | Path, embed_model: BaseEmbedding, tenant: str = "") -> DocumentStore:
-    """Open a store that `ingest` made.
-
-    Args:
-        store: Its folder, or the URL of its collection in a vector database (`qdrant://...`, `milvus://...`).
-        embed_model: The embedding model it was made with.
-        tenant: Whose documents are to be seen.
-
-    Raises:
-        ConfigError: No tenant can have that name, or no collection that URL.
-        MissingDependencyError: The package of that database is not installed; the message names the command.
-        StoreNotFoundError: There is none.
-        StoreConnectionError: The database does not answer, or refuses us.
-        StoreMismatchError: It was made with another embedding model or by another version.
-        StoreCorruptError: Its file is damaged or not a store.
-    """
-    return open_place(store, embed_model=embed_model, tenant=tenant)
 
 
 def make_retriever(

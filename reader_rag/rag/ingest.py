@@ -18,8 +18,8 @@ from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreNot
 from reader_rag.rag.chunking import Chunker
 from reader_rag.rag.embedding import SizedEmbedding
 from reader_rag.rag.files import FoundFiles, UnusableFileError, content_hash, find_files, parse, read_bytes
-from reader_rag.rag.stores.location import local_folder, lock_folder, open_place
-from reader_rag.rag.stores.sqlite_file import DocumentRecord
+from reader_rag.rag.stores.location import local_folder, lock_folder, open_store
+from reader_rag.rag.stores.records import DocumentRecord
 
 DEFAULT_CHUNK_TOKENS = 256
 DEFAULT_CHUNK_OVERLAP = 32
@@ -152,7 +152,7 @@ def ingest(
         with (
             # In turn with other tenants' ingestions: SQLite would give up while a large commit goes on.
             FileLock(lock_folder(store) / _COMMIT_LOCK_NAME),
-            open_place(store, embed_model=embed_model, tenant=tenant, must_exist=False) as opened,
+            open_store(store, embed_model=embed_model, tenant=tenant, must_exist=False) as opened,
         ):
             if plan.records or plan.removed:
                 opened.replace_documents(plan.nodes, plan.records, [str(path) for path in plan.removed])
@@ -208,7 +208,7 @@ def _lock_name(tenant: str) -> str:
 def _known_documents(store: str | Path, embed_model: SizedEmbedding, tenant: str) -> dict[str, DocumentRecord]:
     """What the store holds of a tenant, after checking that it is whole and for this embedding model."""
     try:
-        with open_place(store, embed_model=embed_model, tenant=tenant) as opened:
+        with open_store(store, embed_model=embed_model, tenant=tenant) as opened:
             return {record.path: record for record in opened.documents()}
     except StoreNotFoundError:
         return {}

@@ -18,8 +18,7 @@ from llama_index.core.vector_stores.types import (
 )
 
 from reader_rag.errors import ConfigError, StoreError, StoreMismatchError
-from reader_rag.rag.stores.contract import DocumentStore
-from reader_rag.rag.stores.sqlite_file import DocumentRecord
+from reader_rag.rag.stores.contract import DocumentRecord, DocumentStore
 from reader_rag.testing.vector_store import (
     EAST,
     NORTH,
@@ -173,7 +172,7 @@ class DocumentStoreContract(VectorStoreContract):
         old = [make_node("a1", EAST, "a"), make_node("a2", NORTH, "a"), make_node("b1", WEST, "b")]
         store.replace_documents(old, [DocumentRecord("a", "root", "1"), DocumentRecord("b", "root", "1")])
         new = [make_node("a2", NORTH, "a", again=True), make_node("a3", EAST, "a")]
-        store.replace_documents(new, [DocumentRecord("a", "root", "2")], gone=["b"])
+        store.replace_documents(new, [DocumentRecord("a", "root", "2")], removed=["b"])
         store = self._again(store, place)
         assert store.documents() == [DocumentRecord("a", "root", "2")]
         assert texts(store.get_nodes()) == ["a2", "a3"]

@@ -21,7 +21,7 @@ from reader_rag.errors import (
     StoreMismatchError,
     StoreNotFoundError,
 )
-from reader_rag.rag.stores.location import open_place
+from reader_rag.rag.stores.location import open_store
 from reader_rag.testing.document_store import DocumentStoreContract
 from reader_rag.testing.vector_store import EAST, found, make_node, where
 
@@ -121,7 +121,7 @@ def test_a_file_takes_one_process_at_a_time(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError, match="reader-rag ingest PATH --vector-store milvus:///"):
-        open_place(f"milvus://{tmp_path}/none.db/passages")
+        open_store(f"milvus://{tmp_path}/none.db/passages")
     assert not (tmp_path / "none.db").exists()
 
 
@@ -172,4 +172,4 @@ def test_a_missing_package_is_named_with_the_command(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "pymilvus", None)
     monkeypatch.delitem(sys.modules, "reader_rag.connectors.milvus")
     with pytest.raises(MissingDependencyError, match=r"pip install 'reader-rag\[milvus\]'"):
-        open_place(f"milvus://{tmp_path}/lite.db/passages", must_exist=False)
+        open_store(f"milvus://{tmp_path}/lite.db/passages", must_exist=False)

@@ -19,8 +19,8 @@ from reader_rag.errors import (
     StoreMismatchError,
     StoreNotFoundError,
 )
-from reader_rag.rag.stores.location import open_place
-from reader_rag.rag.stores.sqlite_file import DocumentRecord
+from reader_rag.rag.stores.location import open_store
+from reader_rag.rag.stores.records import DocumentRecord
 from reader_rag.testing.document_store import DocumentStoreContract
 from reader_rag.testing.vector_store import EAST, NORTH, WEST, found, make_node, texts, where
 
@@ -72,11 +72,11 @@ def test_a_folder_takes_one_process_at_a_time(store: QdrantStore, tmp_path: Path
 
 def test_what_is_not_there_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError, match="reader-rag ingest PATH --vector-store qdrant:///"):
-        open_place(f"qdrant://{tmp_path}/none/passages")
+        open_store(f"qdrant://{tmp_path}/none/passages")
     assert not (tmp_path / "none").exists()
     (tmp_path / "empty").mkdir()
     with pytest.raises(StoreNotFoundError, match="there is no store at"):
-        open_place(f"qdrant://{tmp_path}/empty/passages")
+        open_store(f"qdrant://{tmp_path}/empty/passages")
 
 
 @pytest.mark.parametrize("vectors", [{}, {"passage": models.VectorParams(size=2, distance=models.Distance.DOT)}])
@@ -132,7 +132,7 @@ def test_of_two_that_ingest_the_same_document_at_once_one_is_told(
         remove(database, condition)
 
     monkeypatch.setattr(QdrantDatabase, "remove", after_another)
-    with pytest.raises(StoreBusyError, match="somebody else ingested the same documents"):
+    with pytest.raises(StoreBusyError, match="another process ingested the same documents"):
         store.replace_documents([make_node("ours", EAST, "a")], [DocumentRecord("a", "root", "ours")])
     assert (store.get_nodes(), store.documents()) == ([], [])  # nothing is taken for done: the next ingestion does all
 
@@ -141,4 +141,4 @@ def test_a_missing_package_is_named_with_the_command(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     monkeypatch.delitem(sys.modules, "reader_rag.connectors.qdrant")
     with pytest.raises(MissingDependencyError, match=r"pip install 'reader-rag\[qdrant\]'"):
-        open_place(f"qdrant://{tmp_path}/passages", must_exist=False)
+        open_store(f"qdrant://{tmp_path}/passages", must_exist=False)

@@ -30,7 +30,14 @@ from llama_index.core.vector_stores.types import (
 from scripted_engine import ScriptedEngine
 from waiting import join
 
-from reader_rag.errors import ConfigError, StoreBusyError, StoreCorruptError, StoreMismatchError, StoreWriteError
+from reader_rag.errors import (
+    ConfigError,
+    StoreBusyError,
+    StoreCorruptError,
+    StoreError,
+    StoreMismatchError,
+    StoreWriteError,
+)
 from reader_rag.llm import ReaderLLM
 from reader_rag.rag import (
     FaissStore,
@@ -44,7 +51,8 @@ from reader_rag.rag import (
 from reader_rag.rag.files import content_hash
 from reader_rag.rag.ingest import ingest
 from reader_rag.rag.stores import sqlite_file as store_file
-from reader_rag.rag.stores.sqlite_file import FILE_NAME, FORMAT_VERSION, NodeRow, TenantSize
+from reader_rag.rag.stores.records import DocumentRecord, TenantSize
+from reader_rag.rag.stores.sqlite_file import FILE_NAME, FORMAT_VERSION, NodeRow
 
 MakeNode = Callable[..., TextNode]
 Write = Callable[[str, str | bytes], Path]
@@ -114,7 +122,7 @@ def test_a_tenant_is_removed_with_all_it_has(tmp_path: Path, make_node: MakeNode
     with FaissStore(tmp_path) as store:
         for name in ("a", "b"):
             node = make_node(f"{name}1", [1.0, 0.0], doc="d", text=f"secret of {name}")
-            record = store_file.DocumentRecord("d", "d", "hash")
+            record = DocumentRecord("d", "d", "hash")
             store.for_tenant(name).replace_documents([node], [record])
         store.for_tenant("a").clear()
         assert store.tenants() == [TenantSize("b", 1, 1)]
@@ -135,7 +143,7 @@ def test_asking_or_deleting_for_an_unknown_tenant_leaves_no_trace(tmp_path: Path
     nobody.delete("d")
     nobody.clear()
     assert [size.tenant for size in store.tenants()] == ["a", "b"]
-    assert "nobody" not in store._memory._held
+    assert "nobody" not in store._indexes._loaded
     store.persist(str(tmp_path / "copy"))
     assert b"nobody" not in (tmp_path / "copy" / FILE_NAME).read_bytes()
 
@@ -217,7 +225,7 @@ def test_a_tenants_nodes_are_loaded_when_they_are_asked_for_and_damage_in_them_h
     with sqlite3.connect(tmp_path / FILE_NAME) as database:
         database.execute("UPDATE nodes SET node = replace(node, 'b one', 'b bad') WHERE tenant = 'b'")
     with FaissStore.open(tmp_path, tenant="a") as opened:
-        assert list(opened._memory._held) == ["a"]
+        assert list(opened._indexes._loaded) == ["a"]
         assert texts(opened) == ["a one", "a two"]
         with pytest.raises(StoreCorruptError, match="node one is damaged"):
             opened.for_tenant("b").get_nodes()
@@ -236,7 +244,7 @@ def test_a_write_that_fails_leaves_every_tenant_as_it_was(store: FaissStore, mak
 
 def test_closing_one_closes_all(store: FaissStore) -> None:
     store.for_tenant("a").close()
-    with pytest.raises(store_file.StoreError, match="is closed"):
+    with pytest.raises(StoreError, match="is closed"):
         store.for_tenant("b").get_nodes()
 
 
@@ -323,7 +331,7 @@ class ApartMachine(RuleBasedStateMachine):
 
     @rule(tenant=tenants)
     def load_again(self, tenant: str) -> None:
-        self.shared._memory.forget(tenant)
+        self.shared._indexes.unload(tenant)
 
     @rule(tenant=tenants, vector=vectors, k=st.integers(1, 8), least=st.none() | st.integers(-3, 3))
     def query(self, tenant: str, vector: list[int], k: int, least: int | None) -> None:

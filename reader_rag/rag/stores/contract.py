@@ -1,4 +1,4 @@
-"""`DocumentStore`: what ingestion, retrieval and answers need of a store, whatever database lies underneath."""
+"""`DocumentStore`: what ingestion, retrieval and query engines require of a store, whatever database is behind it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from llama_index.core.vector_stores.types import (
 
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError
-from reader_rag.rag.stores.sqlite_file import DocumentRecord
+from reader_rag.rag.stores.records import DocumentRecord, TenantSize
+
+__all__ = ["DocumentRecord", "DocumentStore", "TenantSize"]
 
 
 class DocumentStore(BasePydanticVectorStore):
-    """A LlamaIndex vector store that also knows which files its nodes came from, and whose they are.
+    """A LlamaIndex vector store that also records which files its nodes come from and which tenant owns them.
 
-    `FaissStore` is the one that comes with the package; the connectors bring those of other databases. All methods are
-    thread safe. What is asked of a store and done to it concerns the documents of its tenant and no others.
+    `FaissStore` is the one of this package; the connectors add those of other databases. Similarity is the cosine,
+    higher is nearer. All methods are thread safe, and all of them read and change the documents of the store's tenant
+    only.
 
     Attributes:
-        similarity_cutoff: Leave out results whose cosine similarity is lower; a query may give its own.
+        similarity_cutoff: Least cosine similarity of a result; a query may set its own. None: no limit.
     """
 
     stores_text: bool = True
@@ -41,25 +44,25 @@ class DocumentStore(BasePydanticVectorStore):
 
     @property
     @abstractmethod
-    def place(self) -> str:
-        """Where the store is, always by the same name: a folder, a URL, or "memory"."""
+    def location(self) -> str:
+        """Where the store is, in one canonical form: an absolute folder, a URL, or "memory"."""
 
     @property
     def tenant(self) -> str:
-        """Whose documents are seen and changed."""
+        """The tenant whose documents this store reads and changes."""
         return self._tenant
 
     def for_tenant(self, tenant: str) -> Self:
-        """A light copy that sees and changes the documents of a tenant, and no others.
+        """A light copy that reads and changes the documents of another tenant.
 
         Args:
-            tenant: Whose documents.
+            tenant: Name of the tenant.
 
         Returns:
-            A copy that shares what is open: closing one closes all.
+            A copy that shares the open connection: closing one closes all.
 
         Raises:
-            ConfigError: No tenant can have that name.
+            ConfigError: The tenant's name is invalid.
         """
         copy = self.model_copy()
         copy._tenant = checked_tenant(tenant)
@@ -76,23 +79,21 @@ class DocumentStore(BasePydanticVectorStore):
 
     @abstractmethod
     def replace_documents(
-        self, nodes: Sequence[BaseNode], records: Sequence[DocumentRecord], gone: Sequence[str] = ()
+        self, nodes: Sequence[BaseNode], records: Sequence[DocumentRecord], removed: Sequence[str] = ()
     ) -> None:
-        """Swap the nodes of some documents for new ones and drop other documents.
+        """Swap the nodes of some documents for new ones and remove other documents.
 
         Args:
-            nodes: With embeddings; their `ref_doc_id`s are paths of `records`.
-            records: Documents that are new or changed: their old nodes go.
-            gone: Paths of documents to drop with their nodes.
+            nodes: Nodes with embeddings. Those that belong to a record have its path as `ref_doc_id`. A node of the
+                tenant with the same id is replaced.
+            records: Documents that are new or changed; their old nodes are removed.
+            removed: Paths of documents to remove with their nodes; unknown paths are ignored.
 
         Raises:
-            ConfigError: A vector that holds NaN or infinity.
-            StoreError: It cannot be done; doing it again when it can be leaves what should be there.
+            StoreMismatchError: The vectors are of another length than the store's.
+            ConfigError: A vector holds NaN or infinity.
+            StoreError: The change failed; repeating it once the cause is removed completes it.
         """
-
-    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Remove a document's nodes; an unknown document is ignored."""
-        self.replace_documents((), (), [ref_doc_id])
 
     @abstractmethod
     def get_nodes(
@@ -101,11 +102,114 @@ class DocumentStore(BasePydanticVectorStore):
         filters: MetadataFilters | None = None,
         doc_ids: list[str] | None = None,
     ) -> list[BaseNode]:
-        """The nodes that meet every given condition (all nodes without one), in the order they were stored."""
+        """The tenant's nodes, in the order they were stored.
+
+        Args:
+            node_ids: Only nodes with these ids; None: any.
+            filters: Only nodes whose metadata meets these conditions; None: any.
+            doc_ids: Only nodes of these documents; None: any.
+
+        Returns:
+            The nodes that meet every given condition, without their vectors.
+
+        Raises:
+            ConfigError: A filter cannot be applied.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the store; neither it nor its copies for tenants can be used afterwards."""
+        """Release the store; neither it nor its copies for tenants can be used afterwards."""
+
+    @abstractmethod
+    def _search(
+        self,
+        embedding: list[float],
+        top_k: int,
+        node_ids: list[str] | None,
+        doc_ids: list[str] | None,
+        filters: MetadataFilters | None,
+    ) -> list[tuple[BaseNode, float]]:
+        """The `top_k` nearest of the nodes that meet every given condition, with their cosines, nearest first."""
+
+    @abstractmethod
+    def _delete_nodes(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
+        """Remove the nodes that meet every given condition."""
+
+    def add(self, nodes: Sequence[BaseNode], **add_kwargs: Any) -> list[str]:
+        """Store nodes; a node of the tenant with the same id is replaced.
+
+        Args:
+            nodes: Nodes with their `embedding`; vectors of any length are scaled to length 1.
+            add_kwargs: Ignored; LlamaIndex passes some.
+
+        Returns:
+            The node ids.
+
+        Raises:
+            StoreMismatchError: The vectors are of another length than the store's.
+            ConfigError: A vector holds NaN or infinity.
+            StoreError: The store cannot be written.
+        """
+        self.replace_documents(nodes, ())
+        return [node.node_id for node in nodes]
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Remove a document with its nodes; an unknown document is ignored."""
+        self.replace_documents((), (), [ref_doc_id])
+
+    def delete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+    ) -> None:
+        """Remove the nodes that meet every given condition.
+
+        Args:
+            node_ids: Only nodes with these ids; None: any.
+            filters: Only nodes whose metadata meets these conditions; None: any.
+            delete_kwargs: Ignored; LlamaIndex passes some.
+
+        Raises:
+            ConfigError: No condition was given (`clear` removes everything), or a filter cannot be applied.
+        """
+        if node_ids is None and filters is None:
+            raise ConfigError("delete_nodes needs node_ids or filters; use clear() to remove everything")
+        self._delete_nodes(node_ids, filters)
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """The tenant's nodes nearest to a vector.
+
+        Filters, `node_ids` and `doc_ids` are applied before the search: it returns `similarity_top_k` nodes as long as
+        that many meet them. An empty list of ids restricts nothing.
+
+        Args:
+            query: A query of mode "default" with a `query_embedding`.
+            kwargs: `similarity_cutoff` overrides the store's own; others are ignored.
+
+        Returns:
+            Nodes, ids and cosine similarities in [-1, 1], nearest first.
+
+        Raises:
+            ConfigError: Another mode, no vector, `similarity_top_k` below 1, or a filter that cannot be applied.
+            StoreMismatchError: The vector is of another length than the store's.
+            StoreError: The store cannot be read.
+        """
+        if query.mode != VectorStoreQueryMode.DEFAULT:
+            raise ConfigError(f"{self.class_name()} answers queries of mode 'default' only, not {query.mode.value!r}")
+        if query.query_embedding is None:
+            raise ConfigError("the query has no query_embedding: give the retriever an embedding model")
+        if query.similarity_top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, not {query.similarity_top_k}")
+        cutoff: float | None = kwargs.get("similarity_cutoff", self.similarity_cutoff)
+        # LlamaIndex's `index.as_retriever()` sends an empty list where it means "any node".
+        node_ids, doc_ids = query.node_ids or None, query.doc_ids or None
+        found = self._search(query.query_embedding, query.similarity_top_k, node_ids, doc_ids, query.filters)
+        # Rounding can carry the inner product of unit vectors past 1.
+        found = [(node, min(1.0, max(-1.0, score))) for node, score in found]
+        found = [(node, score) for node, score in found if cutoff is None or score >= cutoff]
+        return VectorStoreQueryResult(
+            nodes=[node for node, _ in found],
+            similarities=[score for _, score in found],
+            ids=[node.node_id for node, _ in found],
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -142,17 +246,3 @@ class DocumentStore(BasePydanticVectorStore):
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """`query` on a worker thread."""
         return await asyncio.to_thread(self.query, query, **kwargs)
-
-    def _require_condition(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
-        if node_ids is None and filters is None:
-            raise ConfigError("delete_nodes needs node_ids or filters; use clear() to remove everything")
-
-    def _checked_vector(self, query: VectorStoreQuery) -> list[float]:
-        """The vector of a query that can be answered."""
-        if query.mode != VectorStoreQueryMode.DEFAULT:
-            raise ConfigError(f"{self.class_name()} answers queries of mode 'default' only, not {query.mode.value!r}")
-        if query.query_embedding is None:
-            raise ConfigError("the query has no query_embedding: give the retriever an embedding model")
-        if query.similarity_top_k < 1:
-            raise ConfigError(f"top_k must be at least 1, not {query.similarity_top_k}")
-        return query.query_embedding

@@ -1,4 +1,4 @@
-"""`Database`: the few things that a connector does with a collection of its vector database."""
+"""`Database`: the operations that a connector implements on a collection of its vector database."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import MetadataFilters
 
-# What is added to a node's metadata while it is in the database. Hashes, because filters must not depend on how a
-# database quotes the characters of a name.
+# Keys that `DatabaseStore` adds to a node's metadata in the database. Names are stored as hashes, so that filters do not
+# depend on how a database quotes their characters.
 KIND, TENANT, DOCUMENT, NODE_KEY = "rr_kind", "rr_tenant", "rr_document", "rr_node"
 BATCH, ORDER, NODE_ID = "rr_batch", "rr_order", "rr_node_id"
 KEYWORDS = (KIND, TENANT, DOCUMENT, NODE_KEY, BATCH)
-"""The added keys that are filtered by: short strings, worth an index."""
+"""The added keys that filters use: short strings, each with an index."""
 
 
 class Database(ABC):
-    """What a connector can do with its collection. Its methods may raise whatever the client raises: see `errors`.
+    """A collection of a vector database. The methods may raise the client's own errors: `errors` translates them.
 
     Attributes:
-        place: URL of the collection, without what is secret.
-        lock: Held during each call; a database that takes calls from many threads has one that holds nobody.
+        location: URL of the collection, without secrets.
+        lock: Held during each call; `nullcontext()` for a database whose client is thread safe.
     """
 
-    place: str
+    location: str
     lock: AbstractContextManager[Any]
 
     @property
@@ -36,7 +36,7 @@ class Database(ABC):
 
     @abstractmethod
     def errors(self) -> AbstractContextManager[None]:
-        """Inside, the client's errors become `StoreError`s of one line."""
+        """Translate the client's errors that are raised inside into `StoreError`s of one line."""
 
     @abstractmethod
     def dimension(self) -> int | None:
@@ -44,32 +44,49 @@ class Database(ABC):
 
     @abstractmethod
     def create(self, dimension: int) -> None:
-        """Make the collection, with an index of `KEYWORDS`; one that is there by now is left."""
+        """Make the collection with an index on each of `KEYWORDS`; an existing collection is left unchanged.
+
+        Args:
+            dimension: Length of the vectors.
+        """
 
     @abstractmethod
     def drop(self) -> None:
-        """Remove the collection."""
+        """Delete the collection."""
 
     @abstractmethod
     def put(self, nodes: Sequence[BaseNode]) -> None:
-        """Store nodes with their embeddings, so that the next call sees them; one of the same id is replaced."""
+        """Store nodes, visible to the next call; a node with the same id is replaced.
+
+        Args:
+            nodes: Nodes with their embeddings.
+        """
 
     @abstractmethod
     def nearest(self, vector: list[float], top_k: int, where: MetadataFilters) -> list[tuple[BaseNode, float]]:
-        """The nodes nearest to a vector among those that meet a condition, with their cosines, nearest first."""
+        """The nodes nearest to a vector.
+
+        Args:
+            vector: The query's vector, of length 1.
+            top_k: Most results.
+            where: Conditions that the nodes must meet.
+
+        Returns:
+            Nodes with their cosine similarities, nearest first.
+        """
 
     @abstractmethod
     def fetch(self, where: MetadataFilters) -> Iterable[BaseNode]:
-        """All nodes that meet a condition, in any order."""
+        """All nodes that meet the conditions, in any order."""
 
     @abstractmethod
     def count(self, where: MetadataFilters) -> int:
-        """How many nodes meet a condition."""
+        """Number of nodes that meet the conditions."""
 
     @abstractmethod
     def remove(self, where: MetadataFilters) -> None:
-        """Remove the nodes that meet a condition, so that the next call does not see them."""
+        """Delete the nodes that meet the conditions, before the next call."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""

@@ -1,9 +1,9 @@
-"""`DatabaseStore`: a document store in a vector database, over the few things that every such database can do.
+"""`DatabaseStore`: a document store in a vector database, over the operations of `Database`.
 
-One collection holds the nodes of all tenants, a record of each ingested file, and a note about the embedding model.
-Each is a LlamaIndex node whose metadata says what it is and whose, and every search and every change names both. Such
-databases have no transactions: new nodes are written before the old ones go and the file's record after both, so that
-what was broken off is found unfinished, and done again, by the next ingestion.
+One collection holds the nodes of all tenants, a record of each ingested file, and a record of the embedding model. Each
+is a LlamaIndex node whose metadata holds its kind and its tenant, and every search and every change filters by both.
+Such databases have no transactions: new nodes are written before the old ones are removed, and the file's record last,
+so that the next ingestion detects an interrupted one and repeats it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from llama_index.core.vector_stores.types import (
     FilterOperator,
     MetadataFilter,
     MetadataFilters,
-    VectorStoreQuery,
-    VectorStoreQueryResult,
 )
 from numpy.typing import NDArray
 
@@ -37,17 +35,17 @@ from reader_rag.rag.stores.contract import DocumentStore
 from reader_rag.rag.stores.database import BATCH, DOCUMENT, KEYWORDS, KIND, NODE_ID, NODE_KEY, ORDER, TENANT, Database
 from reader_rag.rag.stores.identity import identity_of, require_same_model, unit_vectors
 from reader_rag.rag.stores.location import DatabaseUrl
-from reader_rag.rag.stores.sqlite_file import DocumentRecord
+from reader_rag.rag.stores.records import DocumentRecord
 
 FORMAT_VERSION = "1"
 
-_OURS = {*KEYWORDS, ORDER, NODE_ID}
-_NAMES_AT_ONCE = 200  # in one filter
-_ELSEWHERE = "another collection"
+_ADDED_KEYS = {*KEYWORDS, ORDER, NODE_ID}
+_NAMES_PER_FILTER = 200
+_ANOTHER = "another collection"
 
 
 class Kind(StrEnum):
-    """What a point of the collection is."""
+    """Kinds of points in the collection."""
 
     NODE = "node"
     RECORD = "record"
@@ -56,29 +54,29 @@ class Kind(StrEnum):
 
 @dataclass
 class _Shared:
-    """What the copies of a store for its tenants have in common."""
+    """State that the copies of a store for its tenants share."""
 
     database: Database
-    identity: dict[str, str] = field(default_factory=dict)  # of our embedding model, if there is one
-    dimension: int | None = None
+    identity: dict[str, str] = field(default_factory=dict)  # of the embedding model in use, if one was given
+    dimension: int | None = None  # length of the collection's vectors; None while there is no collection
 
 
 class DatabaseStore(DocumentStore):
-    """A document store in a collection of a vector database; similarity is the cosine, higher is nearer.
+    """A document store in a collection of a vector database.
 
-    Several processes may use one collection. Searches see what was written as soon as it is; while an ingestion
-    writes, they may for a moment see old and new nodes of a file that has changed.
+    Several processes may use one collection. A search sees every finished write; during an ingestion it may briefly see
+    old and new nodes of a changed file.
 
     Args:
-        url: Of the collection; which ones there are, the connectors say.
-        embed_model: The model whose vectors the store holds; it is compared with the one that made the store.
-        similarity_cutoff: Leave out results whose cosine similarity is lower; a query may give its own.
-        must_exist: Refuse a collection that is not there; else the first nodes make it.
-        tenant: On whose behalf the store is used.
+        url: URL of the collection; the connectors describe theirs.
+        embed_model: The embedding model of the vectors; it is compared with the one that made the store.
+        similarity_cutoff: Least cosine similarity of a result; a query may set its own.
+        must_exist: Raise if there is no collection instead of making one with the first nodes.
+        tenant: The tenant whose documents the store reads and changes.
 
     Raises:
-        ConfigError: The URL is no such one, or no tenant can have that name.
-        StoreNotFoundError: There is no such collection, and it must exist.
+        ConfigError: The URL or the tenant's name is invalid.
+        StoreNotFoundError: There is no such collection, and `must_exist` is set.
         StoreMismatchError: The collection was made by another program or for another embedding model.
         StoreError: The database cannot be used.
     """
@@ -105,11 +103,11 @@ class DatabaseStore(DocumentStore):
             with self._calling() as database:
                 self._shared.dimension = database.dimension()
                 if self._shared.dimension is not None:
-                    self._require_ours(self._shared.dimension)
+                    self._require_same_store(self._shared.dimension)
                 elif must_exist:
                     raise StoreNotFoundError(
-                        f"there is no store at {self.place}; make one with "
-                        f"`reader-rag ingest PATH --vector-store {self.place}`"
+                        f"there is no store at {self.location}; make one with "
+                        f"`reader-rag ingest PATH --vector-store {self.location}`"
                     )
         except BaseException:
             database.close()
@@ -118,7 +116,11 @@ class DatabaseStore(DocumentStore):
     @classmethod
     @abstractmethod
     def database_at(cls, url: DatabaseUrl) -> Database:
-        """Open what a URL names."""
+        """Connect to the collection of a URL.
+
+        Args:
+            url: The parsed URL.
+        """
 
     @property
     def client(self) -> Any:
@@ -126,9 +128,9 @@ class DatabaseStore(DocumentStore):
         return self._shared.database.client
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """URL of the collection."""
-        return self._shared.database.place
+        return self._shared.database.location
 
     @property
     def dimension(self) -> int | None:
@@ -140,45 +142,34 @@ class DatabaseStore(DocumentStore):
     def num_nodes(self) -> int:
         """Number of the tenant's nodes."""
         with self._calling() as database:
-            return 0 if self._known_dimension() is None else database.count(self._mine())
+            return 0 if self._known_dimension() is None else database.count(self._of_tenant())
 
     def documents(self) -> list[DocumentRecord]:
         """Files that were ingested for the tenant, in path order."""
         with self._calling() as database:
-            found = [] if self._known_dimension() is None else list(database.fetch(self._mine(kind=Kind.RECORD)))
+            found = [] if self._known_dimension() is None else list(database.fetch(self._of_tenant(kind=Kind.RECORD)))
         records = [DocumentRecord(**{key: node.metadata[key] for key in ("path", "root", "hash")}) for node in found]
         return sorted(records, key=lambda record: record.path)
 
     def close(self) -> None:
-        """See `DocumentStore.close`."""
+        """Close the connection; neither the store nor its copies for tenants can be used afterwards."""
         self._shared.database.close()
 
-    def add(self, nodes: Sequence[BaseNode], **add_kwargs: Any) -> list[str]:
-        """Store nodes with their embeddings; a node of the tenant whose id is there already is replaced.
+    def replace_documents(
+        self, nodes: Sequence[BaseNode], records: Sequence[DocumentRecord], removed: Sequence[str] = ()
+    ) -> None:
+        """Swap the nodes of some documents for new ones and remove other documents.
 
         Args:
-            nodes: Each with its `embedding`; vectors of any length are scaled to length 1.
-            add_kwargs: Ignored; LlamaIndex passes some.
-
-        Returns:
-            The node ids.
+            nodes: Nodes with embeddings. Those that belong to a record have its path as `ref_doc_id`.
+            records: Documents that are new or changed; their old nodes are removed.
+            removed: Paths of documents to remove with their nodes.
 
         Raises:
-            StoreMismatchError: Vectors of another length than the store's.
-            ConfigError: A vector that holds NaN or infinity.
+            StoreBusyError: Another process replaced nodes of the same documents at the same time.
+            StoreMismatchError: The vectors are of another length than the store's.
+            ConfigError: A vector holds NaN or infinity.
             StoreError: The database cannot be used.
-        """
-        with self._calling() as database:
-            self._put(database, nodes, uuid.uuid4().hex)
-        return [node.node_id for node in nodes]
-
-    def replace_documents(
-        self, nodes: Sequence[BaseNode], records: Sequence[DocumentRecord], gone: Sequence[str] = ()
-    ) -> None:
-        """See `DocumentStore.replace_documents`.
-
-        Raises:
-            StoreBusyError: Somebody else replaced nodes of the same documents meanwhile.
         """
         batch = uuid.uuid4().hex
         with self._calling() as database:
@@ -187,40 +178,32 @@ class DatabaseStore(DocumentStore):
                 if records:
                     raise ConfigError("documents without nodes need a store that holds nodes already")
                 return
-            of_others = MetadataFilter(key=BATCH, value=batch, operator=FilterOperator.NE)
+            other_batches = MetadataFilter(key=BATCH, value=batch, operator=FilterOperator.NE)
             for paths in _parts([record.path for record in records]):
-                database.remove(self._mine(_among(DOCUMENT, paths), of_others))
+                database.remove(self._of_tenant(_among(DOCUMENT, paths), other_batches))
             self._put_records(database, records, batch)
-            self._forget(database, gone)
-            # Whoever of several writes last finds what the others removed, and says so.
-            if database.count(self._mine(_is(BATCH, batch))) != stored:
-                self._forget(database, [record.path for record in records])
+            self._remove_documents(database, removed)
+            # Of several concurrent writers the last one finds that its nodes were removed, and raises.
+            if records and database.count(self._of_tenant(_is(BATCH, batch))) != stored:
+                self._remove_documents(database, [record.path for record in records])
                 raise StoreBusyError(
-                    f"somebody else ingested the same documents into {self.place} meanwhile: "
-                    "run the command again when they have finished"
+                    f"another process ingested the same documents into {self.location} at the same time: "
+                    "run the command again when it has finished"
                 )
 
-    def delete_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
-    ) -> None:
-        """Remove the nodes that meet every given condition.
-
-        Raises:
-            ConfigError: No condition was given (`clear` removes everything), or a filter cannot be applied.
-        """
-        self._require_condition(node_ids, filters)
+    def _delete_nodes(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
         with self._calling() as database:
             if self._known_dimension() is not None:
                 for condition in self._conditions(node_ids, filters, None):
                     database.remove(condition)
 
     def clear(self) -> None:
-        """Remove all documents and nodes of the tenant, and with the last tenant's the collection."""
+        """Remove all documents and nodes of the tenant; the collection is deleted with the last tenant."""
         with self._calling() as database:
             if self._known_dimension() is None:
                 return
             for kind in (Kind.RECORD, Kind.NODE):
-                database.remove(self._mine(kind=kind))
+                database.remove(self._of_tenant(kind=kind))
             others = MetadataFilters(filters=[MetadataFilter(key=KIND, value=Kind.ABOUT, operator=FilterOperator.NE)])
             if database.count(others) == 0:
                 database.drop()
@@ -232,60 +215,35 @@ class DatabaseStore(DocumentStore):
         filters: MetadataFilters | None = None,
         doc_ids: list[str] | None = None,
     ) -> list[BaseNode]:
-        """See `DocumentStore.get_nodes`.
-
-        Raises:
-            ConfigError: A filter cannot be applied.
-        """
+        """The tenant's nodes that meet every given condition; see `DocumentStore.get_nodes` for the arguments."""
         with self._calling() as database:
             if self._known_dimension() is None:
                 return []
             conditions = self._conditions(node_ids, filters, doc_ids)
             found = [node for condition in conditions for node in database.fetch(condition)]
         found.sort(key=lambda node: int(node.metadata[ORDER]))
-        return [_as_given(node) for node in found]
+        return [_without_added_keys(node) for node in found]
 
-    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The tenant's nodes nearest to a vector.
-
-        Filters, `node_ids` and `doc_ids` are conditions of the search itself: `similarity_top_k` nodes come back as
-        long as that many meet them. An empty list of ids restricts nothing.
-
-        Args:
-            query: Mode "default" with a `query_embedding`.
-            kwargs: `similarity_cutoff` takes the place of the store's own; others are ignored.
-
-        Returns:
-            Nodes, ids and cosine similarities in [-1, 1], nearest first.
-
-        Raises:
-            ConfigError: Another mode, no vector, `similarity_top_k` below 1, or a filter that cannot be applied.
-            StoreMismatchError: A vector of another length than the store's.
-            StoreError: The database cannot be used.
-        """
-        embedding = self._checked_vector(query)
-        cutoff: float | None = kwargs.get("similarity_cutoff", self.similarity_cutoff)
+    def _search(
+        self,
+        embedding: list[float],
+        top_k: int,
+        node_ids: list[str] | None,
+        doc_ids: list[str] | None,
+        filters: MetadataFilters | None,
+    ) -> list[tuple[BaseNode, float]]:
         with self._calling() as database:
             dimension = self._known_dimension()
             if dimension is None:
-                return VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
-            vector = unit_vectors([embedding], dimension, _ELSEWHERE)[0].tolist()
-            conditions: list[MetadataFilter | MetadataFilters] = []
-            # LlamaIndex's `index.as_retriever()` sends an empty list where it means "any node".
-            if query.node_ids:
-                conditions.append(_among(NODE_KEY, query.node_ids))
-            if query.doc_ids:
-                conditions.append(_among(DOCUMENT, query.doc_ids))
-            if query.filters is not None:
-                conditions.append(query.filters)
-            found = database.nearest(vector, query.similarity_top_k, self._mine(*conditions))
-        found = [(_as_given(node), score) for node, score in found if cutoff is None or score >= cutoff]
-        return VectorStoreQueryResult(
-            nodes=[node for node, _ in found],
-            # Rounding can carry the inner product of unit vectors past 1.
-            similarities=[min(1.0, max(-1.0, score)) for _, score in found],
-            ids=[node.node_id for node, _ in found],
-        )
+                return []
+            vector = unit_vectors([embedding], dimension, _ANOTHER)[0].tolist()
+            conditions: list[MetadataFilter | MetadataFilters] = [] if filters is None else [filters]
+            if node_ids is not None:
+                conditions.append(_among(NODE_KEY, node_ids))
+            if doc_ids is not None:
+                conditions.append(_among(DOCUMENT, doc_ids))
+            found = database.nearest(vector, top_k, self._of_tenant(*conditions))
+        return [(_without_added_keys(node), score) for node, score in found]
 
     @contextmanager
     def _calling(self) -> Iterator[Database]:
@@ -294,49 +252,49 @@ class DatabaseStore(DocumentStore):
             yield database
 
     def _known_dimension(self) -> int | None:
-        """Length of the vectors; asked for again while there is no collection, which another process may make."""
+        """Length of the vectors; read again while there is no collection, since another process may make it."""
         if self._shared.dimension is None:
             self._shared.dimension = self._shared.database.dimension()
         return self._shared.dimension
 
-    def _require_ours(self, dimension: int) -> None:
-        """Check that the collection is a store of ours, for our embedding model; an empty one becomes that."""
+    def _require_same_store(self, dimension: int) -> None:
+        """Check that the collection is a store for the same embedding model; an empty one gets the model's record."""
         database = self._shared.database
         about = next(iter(database.fetch(_all_of(_is(KIND, Kind.ABOUT)))), None)
         if about is None:
             if database.count(MetadataFilters(filters=[])) > 0:
                 raise StoreMismatchError(
-                    f"the collection at {self.place} was made by another program: name {_ELSEWHERE}, it will be made"
+                    f"the collection at {self.location} was made by another program: name {_ANOTHER}, it will be made"
                 )
             self._put_about(database, dimension)
             return
         facts = about.metadata
         if facts.get("format") != FORMAT_VERSION:
             raise StoreMismatchError(
-                f"the store at {self.place} has format version {facts.get('format')}, this program reads "
-                f"{FORMAT_VERSION}: use the version that made it, or ingest into {_ELSEWHERE}"
+                f"the store at {self.location} has format version {facts.get('format')}, this program reads "
+                f"{FORMAT_VERSION}: use the version that made it, or ingest into {_ANOTHER}"
             )
         if self._shared.identity:
-            require_same_model(self._shared.identity, facts, _ELSEWHERE)
+            require_same_model(self._shared.identity, facts, _ANOTHER)
 
     def _put(self, database: Database, nodes: Sequence[BaseNode], batch: str) -> int:
-        """Store nodes, making the collection if it is missing; how many they are."""
+        """Store nodes, making the collection if it is missing, and return their number."""
         latest = list({node.node_id: node for node in nodes}.values())
-        # The collection may be another one by now, made by another process.
+        # Another process may have deleted the collection and made a new one.
         dimension = self._shared.dimension = database.dimension()
-        vectors = unit_vectors([node.get_embedding() for node in latest], dimension, _ELSEWHERE)
+        vectors = unit_vectors([node.get_embedding() for node in latest], dimension, _ANOTHER)
         if not latest:
             return 0
         if dimension is None:
             dimension = vectors.shape[1]
             database.create(dimension)
             self._shared.dimension = database.dimension()
-        self._require_ours(dimension)
+        self._require_same_store(dimension)
         first = time.time_ns()
         database.put(
             [
-                self._as_stored(node, vector, Kind.NODE, node.ref_doc_id, batch, first + place)
-                for place, (node, vector) in enumerate(zip(latest, vectors, strict=True))
+                self._as_stored(node, vector, Kind.NODE, node.ref_doc_id, batch, first + offset)
+                for offset, (node, vector) in enumerate(zip(latest, vectors, strict=True))
             ]
         )
         return len(latest)
@@ -352,42 +310,42 @@ class DatabaseStore(DocumentStore):
 
     def _put_about(self, database: Database, dimension: int) -> None:
         facts = self._shared.identity | {"dimension": str(dimension), "format": FORMAT_VERSION}
-        everybodys = self.for_tenant("")
+        shared = self.for_tenant("")
         node = TextNode(id_="about", text="", metadata=facts)
-        database.put([everybodys._as_stored(node, _marker(dimension), Kind.ABOUT, None, "", 0)])
+        database.put([shared._as_stored(node, _marker(dimension), Kind.ABOUT, None, "", 0)])
 
     def _marker(self) -> NDArray[np.float32]:
         dimension = self._known_dimension()
         if dimension is None:
-            raise StoreError(f"the collection at {self.place} was removed meanwhile: run the command again")
+            raise StoreError(f"another process deleted the collection at {self.location}: run the command again")
         return _marker(dimension)
 
-    def _forget(self, database: Database, paths: Sequence[str]) -> None:
-        """Remove documents. The records go last: where this breaks off, they say that there is something to remove."""
+    def _remove_documents(self, database: Database, paths: Sequence[str]) -> None:
+        """Remove documents, their records last: after an interruption the records show what is left to remove."""
         for part in _parts(paths):
             for kind in (Kind.NODE, Kind.RECORD):
-                database.remove(self._mine(_among(DOCUMENT, part), kind=kind))
+                database.remove(self._of_tenant(_among(DOCUMENT, part), kind=kind))
 
     def _conditions(
         self, node_ids: list[str] | None, filters: MetadataFilters | None, doc_ids: list[str] | None
     ) -> list[MetadataFilters]:
-        """Conditions that together meet each chosen node once, none of them too long for a database."""
+        """Conditions that together match each chosen node once, each short enough for a database."""
         always: list[MetadataFilter | MetadataFilters] = [] if filters is None else [filters]
         node_parts = [[]] if node_ids is None else [[_among(NODE_KEY, part)] for part in _parts(node_ids)]
         doc_parts = [[]] if doc_ids is None else [[_among(DOCUMENT, part)] for part in _parts(doc_ids)]
-        return [self._mine(*always, *some, *others) for some in node_parts for others in doc_parts]
+        return [self._of_tenant(*always, *some, *others) for some in node_parts for others in doc_parts]
 
-    def _mine(self, *conditions: MetadataFilter | MetadataFilters, kind: Kind = Kind.NODE) -> MetadataFilters:
+    def _of_tenant(self, *conditions: MetadataFilter | MetadataFilters, kind: Kind = Kind.NODE) -> MetadataFilters:
         return _all_of(_is(TENANT, _key(self._tenant)), _is(KIND, kind), *conditions)
 
     def _as_stored(
         self, node: BaseNode, vector: NDArray[np.float32], kind: Kind, document: str | None, batch: str, order: int
     ) -> BaseNode:
-        """A copy as it lies in the database, under an id that no other tenant's node has."""
+        """The node as it is stored: with the added metadata, under an id that no other tenant's node has."""
         stored = node.model_copy()
         stored.id_ = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{kind}\0{self._tenant}\0{node.node_id}"))
         stored.embedding = vector.tolist()
-        ours = {
+        added = {
             KIND: str(kind),
             TENANT: _key(self._tenant),
             DOCUMENT: _key(document),
@@ -396,21 +354,21 @@ class DatabaseStore(DocumentStore):
             ORDER: order,
             NODE_ID: node.node_id,
         }
-        stored.metadata = {**node.metadata, **ours}
+        stored.metadata = {**node.metadata, **added}
         return stored
 
 
-def _as_given(stored: BaseNode) -> BaseNode:
+def _without_added_keys(stored: BaseNode) -> BaseNode:
     """The node as it was before `_as_stored`, without its vector."""
     node = stored.model_copy()
     node.id_ = stored.metadata[NODE_ID]
     node.embedding = None
-    node.metadata = {key: value for key, value in stored.metadata.items() if key not in _OURS}
+    node.metadata = {key: value for key, value in stored.metadata.items() if key not in _ADDED_KEYS}
     return node
 
 
 def _marker(dimension: int) -> NDArray[np.float32]:
-    """A vector for what is never searched by its vector."""
+    """The vector of points that no search returns: databases require one."""
     vector = np.zeros(dimension, dtype=np.float32)
     vector[0] = 1.0
     return vector
@@ -434,4 +392,4 @@ def _all_of(*conditions: MetadataFilter | MetadataFilters) -> MetadataFilters:
 
 def _parts(names: Sequence[str]) -> list[list[str]]:
     distinct = list(dict.fromkeys(names))
-    return [distinct[start : start + _NAMES_AT_ONCE] for start in range(0, len(distinct), _NAMES_AT_ONCE)]
+    return [distinct[start : start + _NAMES_PER_FILTER] for start in range(0, len(distinct), _NAMES_PER_FILTER)]

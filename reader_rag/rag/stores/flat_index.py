@@ -18,7 +18,13 @@ from reader_rag.errors import ConfigError
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a vector without reading its node from the file."""
+    """What filters need of a node, kept in memory so that the node is not read from the file.
+
+    Attributes:
+        node_id: Id of the node.
+        ref_doc_id: Id of the node's document; None if it has none.
+        metadata: The node's metadata.
+    """
 
     node_id: str
     ref_doc_id: str | None
@@ -26,7 +32,7 @@ class Entry:
 
 
 class FlatIndex:
-    """Vectors of length 1 under int64 ids; similarity is their inner product, the cosine.
+    """Vectors of length 1 with int64 ids; similarity is their inner product, the cosine.
 
     Args:
         dimension: Length of the vectors.
@@ -46,8 +52,8 @@ class FlatIndex:
         """Add vectors; ids and node ids must be new.
 
         Args:
-            ids: One per vector.
-            entries: One per vector.
+            ids: Id of each vector, n of them.
+            entries: Node id, document and metadata of each vector, n of them.
             vectors: float32 [n, dimension], each of length 1.
         """
         if not ids:
@@ -79,10 +85,15 @@ class FlatIndex:
         doc_ids: Iterable[str] | None = None,
         filters: MetadataFilters | None = None,
     ) -> list[int]:
-        """Ids of the vectors that meet every given condition, in rising order.
+        """Ids of the vectors that meet every given condition, in ascending order.
+
+        Args:
+            node_ids: Only vectors of these nodes; None: any.
+            doc_ids: Only vectors of nodes of these documents; None: any.
+            filters: Only vectors of nodes whose metadata meets these conditions; None: any.
 
         Raises:
-            ConfigError: A filter cannot be applied to the values it meets.
+            ConfigError: A filter cannot be applied to a value in the metadata.
         """
         chosen: set[int] = set(self._entries)
         if node_ids is not None:
@@ -97,31 +108,29 @@ class FlatIndex:
                 raise ConfigError(f"the metadata filter cannot be applied: {error}") from error
         return sorted(chosen)
 
-    def search(self, vector: NDArray[np.float32], k: int, among: Sequence[int] | None) -> list[tuple[int, float]]:
+    def search(self, vector: NDArray[np.float32], k: int, allowed: Sequence[int] | None) -> list[tuple[int, float]]:
         """The k nearest vectors, nearest first.
 
         Args:
             vector: float32 [dimension], of length 1.
-            k: How many; fewer come back where there are fewer.
-            among: Search only these ids; None searches all.
+            k: Most results; fewer are returned where there are fewer vectors.
+            allowed: Search only these ids; None searches all.
 
         Returns:
-            (id, cosine similarity) pairs.
+            (id, cosine similarity) pairs; rounding may carry a similarity slightly past 1.
         """
-        k = min(k, len(self._entries) if among is None else len(among))
+        k = min(k, len(self._entries) if allowed is None else len(allowed))
         if k < 1:
             return []
         parameters = None
-        if among is not None:
-            selector = faiss.IDSelectorBatch(np.asarray(among, dtype=np.int64))
+        if allowed is not None:
+            selector = faiss.IDSelectorBatch(np.asarray(allowed, dtype=np.int64))
             parameters = faiss.SearchParameters(sel=selector)  # type: ignore[call-arg]
         scores, ids = self.faiss_index.search(vector[None, :], k, params=parameters)
-        # Rounding can carry the inner product of unit vectors past 1.
-        scores = np.clip(scores[0], -1.0, 1.0)
-        return [(int(i), float(s)) for i, s in zip(ids[0], scores, strict=True) if i >= 0]
+        return [(int(i), float(s)) for i, s in zip(ids[0], scores[0], strict=True) if i >= 0]
 
     def _filter_function(self, filters: MetadataFilters) -> Callable[[str], bool]:
-        """LlamaIndex's own evaluation of single filters; the nesting it lacks is added here."""
+        """LlamaIndex's evaluation of single filters, with nested filters, which it lacks."""
         parts = [
             self._filter_function(part)
             if isinstance(part, MetadataFilters)

@@ -1,4 +1,4 @@
-"""Where a store is: a folder, or the URL of a collection in a vector database."""
+"""Locations of stores: a folder, or the URL of a collection in a vector database. `open_store` opens either."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reader_rag.model.weights_cache import cache_folder
 from reader_rag.rag.stores.contract import DocumentStore
 from reader_rag.rag.stores.faiss_store import FaissStore
 
-# The connectors stand beside this package: their names are known here, and one is loaded when its URL is named.
+# Module and class of each connector, by URL scheme; a connector is imported when a URL of its scheme is opened.
 _CONNECTORS = {
     "milvus": ("reader_rag.connectors.milvus", "MilvusStore"),
     "qdrant": ("reader_rag.connectors.qdrant", "QdrantStore"),
@@ -30,12 +30,12 @@ class DatabaseUrl:
     """The URL of a collection.
 
     Attributes:
-        scheme: Which database: "qdrant" or "milvus".
+        scheme: The database: "qdrant" or "milvus".
         collection: Name of the collection.
-        host: The server; None where the database runs in this process.
-        port: Its port, if it is named.
-        tls: The connection is encrypted.
-        path: Where the database is on this machine; None on a server.
+        host: Host name of the server; None where the database runs in this process.
+        port: Port of the server; None: the database's default.
+        tls: Whether the connection is encrypted.
+        path: Absolute path of an embedded database's files; None on a server.
     """
 
     scheme: str
@@ -47,18 +47,21 @@ class DatabaseUrl:
 
     @classmethod
     def parse(cls, text: str) -> DatabaseUrl:
-        """Read `SCHEME://HOST:PORT/COLLECTION`, `SCHEME+tls://...` or `SCHEME:///PATH/COLLECTION`.
+        """Parse `SCHEME://HOST:PORT/COLLECTION`, `SCHEME+tls://...` or `SCHEME:///PATH/COLLECTION`.
+
+        Args:
+            text: The URL.
 
         Raises:
-            ConfigError: It is none of these, or its scheme is unknown.
+            ConfigError: The URL has another form, or its scheme is unknown.
         """
         kind, separator, _ = text.partition("://")
         scheme = kind.removesuffix(_TLS)
         if not separator or scheme not in _CONNECTORS:
             known = ", ".join(f"{name}://" for name in sorted(_CONNECTORS))
-            raise ConfigError(f"{text!r} is no URL of a vector store: they begin with one of {known}")
+            raise ConfigError(f"{text!r} is not the URL of a vector store: those begin with one of {known}")
         shape = (
-            f"{scheme}://HOST:PORT/COLLECTION for a server, {scheme}:///PATH/COLLECTION for a folder of this machine"
+            f"{scheme}://HOST:PORT/COLLECTION for a server, {scheme}:///PATH/COLLECTION for a folder on this machine"
         )
         parts = urlsplit(text)
         if parts.query or parts.fragment or "@" in parts.netloc:
@@ -69,14 +72,14 @@ class DatabaseUrl:
         if parts.netloc in _LOCAL_HOSTS:
             path = Path(parts.netloc or "/", *folders).expanduser()
             if path == Path("/") or kind != scheme:
-                raise ConfigError(f"{text!r} names no folder to keep the collection in: write {shape}")
+                raise ConfigError(f"{text!r} names no folder for the collection: write {shape}")
             return cls(scheme, collection, path=path.resolve())
         if any(folders):
-            raise ConfigError(f"{text!r} names more than a collection behind the server: write {shape}")
+            raise ConfigError(f"{text!r} has more than a collection after the server: write {shape}")
         try:
             return cls(scheme, collection, parts.hostname, parts.port, kind != scheme)
         except ValueError as error:
-            raise ConfigError(f"{text!r} has no usable port ({error}): write {shape}") from error
+            raise ConfigError(f"{text!r} has an invalid port ({error}): write {shape}") from error
 
     def __str__(self) -> str:
         if self.path is not None:
@@ -86,53 +89,76 @@ class DatabaseUrl:
         return f"{self.scheme}{_TLS if self.tls else ''}://{host}{port}/{self.collection}"
 
 
-def database_url(place: str | Path) -> DatabaseUrl | None:
-    """The URL that a place is; None for a folder.
-
-    Raises:
-        ConfigError: A URL that cannot be one of a store.
-    """
-    return DatabaseUrl.parse(place) if isinstance(place, str) and "://" in place else None
-
-
-def open_place(
-    place: str | Path, *, embed_model: BaseEmbedding | None = None, tenant: str = "", must_exist: bool = True
-) -> DocumentStore:
-    """Open the store at a place.
+def database_url(location: str | Path) -> DatabaseUrl | None:
+    """Parse a location.
 
     Args:
-        place: A folder, or the URL of a collection.
-        embed_model: The model whose vectors it holds.
-        tenant: Whose documents are to be seen.
-        must_exist: Refuse a place where there is none; else one is made there.
+        location: A folder, or the URL of a collection.
+
+    Returns:
+        The URL; None for a folder.
 
     Raises:
-        ConfigError: A URL that cannot be one of a store, or a name that no tenant can have.
-        MissingDependencyError: The package of that database is not installed; the message names the command.
-        StoreError: There is no store, it cannot be used, or it is for another embedding model.
+        ConfigError: The URL is invalid.
     """
-    url = database_url(place)
+    return DatabaseUrl.parse(location) if isinstance(location, str) and "://" in location else None
+
+
+def open_store(
+    store: str | Path, embed_model: BaseEmbedding | None = None, tenant: str = "", *, must_exist: bool = True
+) -> DocumentStore:
+    """Open a store that `ingest` made.
+
+    Args:
+        store: Its folder, or the URL of its collection in a vector database (`qdrant://...`, `milvus://...`).
+        embed_model: The embedding model of its vectors; it is compared with the one that made the store.
+        tenant: The tenant whose documents the store reads and changes.
+        must_exist: Raise if there is no store instead of making one.
+
+    Raises:
+        ConfigError: The URL or the tenant's name is invalid.
+        MissingDependencyError: The package of that database is not installed; the message names the command.
+        StoreNotFoundError: There is no store.
+        StoreConnectionError: The database does not answer, or refuses the connection.
+        StoreMismatchError: The store was made with another embedding model or by another version.
+        StoreCorruptError: Its file is damaged or not a store.
+    """
+    url = database_url(store)
     if url is None:
-        return FaissStore(place, embed_model=embed_model, must_exist=must_exist, tenant=tenant)
+        return FaissStore(store, embed_model=embed_model, must_exist=must_exist, tenant=tenant)
     if must_exist and url.path is not None and not url.path.exists():
         raise StoreNotFoundError(
             f"there is no store at {url}; make one with `reader-rag ingest PATH --vector-store {url}`"
         )
     module, name = _CONNECTORS[url.scheme]
-    store: Any = getattr(import_module(module), name)
-    opened: DocumentStore = store(url, embed_model=embed_model, must_exist=must_exist, tenant=tenant)
+    connector: Any = getattr(import_module(module), name)
+    opened: DocumentStore = connector(url, embed_model=embed_model, must_exist=must_exist, tenant=tenant)
     return opened
 
 
-def local_folder(place: str | Path) -> Path | None:
-    """The folder of this machine that holds a store; None on a server."""
-    url = database_url(place)
-    return Path(place) if url is None else url.path
+def local_folder(location: str | Path) -> Path | None:
+    """The folder on this machine that holds a store.
+
+    Args:
+        location: A folder, or the URL of a collection.
+
+    Returns:
+        The folder; None for a store on a server.
+    """
+    url = database_url(location)
+    return Path(location) if url is None else url.path
 
 
-def lock_folder(place: str | Path) -> Path:
-    """A folder for the locks of a store: its own, or for a database one in the cache, by its URL."""
-    url = database_url(place)
+def lock_folder(location: str | Path) -> Path:
+    """The folder for the lock files of a store.
+
+    Args:
+        location: A folder, or the URL of a collection.
+
+    Returns:
+        The store's folder; for a database a folder in the cache, named by the hash of the URL.
+    """
+    url = database_url(location)
     if url is None:
-        return Path(place)
+        return Path(location)
     return cache_folder() / "locks" / hashlib.sha256(str(url).encode()).hexdigest()[:32]

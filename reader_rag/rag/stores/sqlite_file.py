@@ -1,9 +1,9 @@
-"""The store's one file: SQLite, so that vectors and documents change together or not at all.
+"""The SQLite file of a `FaissStore`: vectors and documents change in one transaction.
 
-Every document and node is a tenant's, and every statement on them names the tenant: what is asked or changed on behalf
-of one never meets the rows of another. A killed process or a full disk leaves the last commit: SQLite's rollback
-journal undoes what was half written when the file is opened next. Everything here raises
-`reader_rag.errors.StoreError`s, never `sqlite3.Error`.
+Every row of documents and nodes belongs to a tenant, and every statement on them names the tenant, so no call reads or
+changes another tenant's rows. A killed process or a full disk leaves the last commit: SQLite's rollback journal undoes
+a partial write when the file is opened next. All functions raise `reader_rag.errors.StoreError`, never
+`sqlite3.Error`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from reader_rag.errors import (
     StoreNotFoundError,
     StoreWriteError,
 )
+from reader_rag.rag.stores.records import DocumentRecord, TenantSize
 
 FILE_NAME = "store.sqlite3"
-APPLICATION_ID = 0x52526167  # "RRag"; tells our file from any other SQLite database
+APPLICATION_ID = 0x52526167  # "RRag"; distinguishes a store from other SQLite databases
 FORMAT_VERSION = 2
 
 _BUSY_TIMEOUT_S = 5.0
@@ -39,7 +40,7 @@ _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 _META = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
 _TABLES = (
-    # `version` is another one after each change of the tenant's rows, and never one that was there before.
+    # `version` is a new random value after each change of the tenant's rows.
     "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, version TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE documents (
     tenant TEXT NOT NULL,
@@ -64,7 +65,7 @@ _TABLES = (
 _VERSION = f"PRAGMA user_version = {FORMAT_VERSION}"
 _SCHEMA = ";\n".join((_META, *_TABLES, f"PRAGMA application_id = {APPLICATION_ID}", _VERSION)) + ";"
 
-# Format 1 knew no tenants: all it holds becomes that of tenant "".
+# Format 1 had no tenants: its rows become those of tenant "".
 _FROM_FORMAT_1 = (
     "ALTER TABLE documents RENAME TO documents_1",
     "ALTER TABLE nodes RENAME TO nodes_1",
@@ -73,7 +74,7 @@ _FROM_FORMAT_1 = (
     "INSERT INTO documents SELECT '', path, root, hash FROM documents_1",
     """INSERT INTO nodes
     SELECT id, '', node_id, ref_doc_id, node_type, node, vector, crc FROM nodes_1 ORDER BY id""",
-    # Ids go on where they were, also where the last nodes were deleted.
+    # Ids continue after the highest one ever used, also where the last nodes were deleted.
     "DELETE FROM sqlite_sequence WHERE name = 'nodes'",
     "UPDATE sqlite_sequence SET name = 'nodes' WHERE name = 'nodes_1'",
     "DROP TABLE documents_1",
@@ -83,38 +84,17 @@ _FROM_FORMAT_1 = (
 
 
 @dataclass(frozen=True)
-class DocumentRecord:
-    """A file that was ingested.
-
-    Attributes:
-        path: Absolute path; also the `ref_doc_id` of the file's nodes.
-        root: What the user named when the file was ingested: a folder above it, or the file itself.
-        hash: Of the content and the settings it was split with; equal hashes give equal nodes.
-    """
-
-    path: str
-    root: str
-    hash: str
-
-
-@dataclass(frozen=True)
-class TenantSize:
-    """How much a store holds of one tenant.
-
-    Attributes:
-        tenant: Its name.
-        documents: Number of ingested files.
-        nodes: Number of nodes.
-    """
-
-    tenant: str
-    documents: int
-    nodes: int
-
-
-@dataclass(frozen=True)
 class NodeRow:
-    """A node as it is stored; `id` is 0 until it has been written."""
+    """A row of the table `nodes`.
+
+    Attributes:
+        node_id: Id of the node.
+        ref_doc_id: Id of the node's document; None if it has none.
+        node_type: LlamaIndex's name of the node's class.
+        node: The node as JSON.
+        vector: float32 [dimension], of length 1.
+        id: Primary key; 0 before the row is written.
+    """
 
     node_id: str
     ref_doc_id: str | None
@@ -135,32 +115,40 @@ class NodeRow:
 
 
 class StoreFile:
-    """One open store file (or a store in memory). Not thread safe by itself: the vector store holds a lock."""
+    """One open store file (or a store in memory). Not thread safe by itself: `TenantIndexes` holds a lock.
+
+    Args:
+        database: An open connection in autocommit mode.
+        path: The file; None in memory.
+    """
 
     def __init__(self, database: sqlite3.Connection, path: Path | None) -> None:
         self._database = database
         self.path = path
-        with self._errors_as_ours(writing=False):
+        with self._store_errors(writing=False):
             # EXTRA also syncs the folder, so that a commit survives a power cut right after it.
             database.execute("PRAGMA synchronous = EXTRA")
 
     @classmethod
     def in_memory(cls) -> StoreFile:
-        """A store that ends with the process."""
+        """Make a store in memory; it ends with the process."""
         database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         database.executescript(_SCHEMA)
         return cls(database, None)
 
     @classmethod
     def open(cls, folder: Path) -> StoreFile:
-        """Open the store in `folder` and check that its file is ours and whole; one of format 1 is brought to this one.
+        """Open the store in a folder, check its file, and migrate a file of format 1 to the current format.
+
+        Args:
+            folder: Folder of the store.
 
         Raises:
-            StoreNotFoundError: There is none.
+            StoreNotFoundError: There is no store in the folder.
             StoreCorruptError: The file is damaged, truncated, or not a store.
-            StoreMismatchError: The file was made by another version of the format.
-            StoreBusyError: Another process is writing and does not finish in time.
-            StoreWriteError: The file is of format 1 and cannot be written; it stays as it was.
+            StoreMismatchError: The file has an unknown format version.
+            StoreBusyError: Another process is writing and does not finish within the timeout.
+            StoreWriteError: The file has format 1 and cannot be migrated; it is unchanged.
         """
         path = folder / FILE_NAME
         try:
@@ -194,11 +182,14 @@ class StoreFile:
 
     @classmethod
     def create(cls, folder: Path) -> StoreFile:
-        """Open the store in `folder`, or make an empty one there; no one ever sees it half made.
+        """Open the store in a folder, or make an empty one there in one atomic step.
+
+        Args:
+            folder: Folder of the store; made if it does not exist.
 
         Raises:
             StoreWriteError: The folder or the file cannot be written.
-            StoreError: As `open`.
+            StoreError: There is a store, and it cannot be opened (see `open`).
         """
         try:
             if not (folder / FILE_NAME).exists():
@@ -216,8 +207,8 @@ class StoreFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """All reads inside see one commit, whatever other processes do meanwhile."""
-        with self._errors_as_ours(writing=False):
+        """Read transaction: all reads inside see one commit, whatever other processes write meanwhile."""
+        with self._store_errors(writing=False):
             self._database.execute("BEGIN")
             try:
                 yield
@@ -226,13 +217,13 @@ class StoreFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """All changes inside are committed together at the end, or, when anything raises, none is.
+        """Write transaction: all changes inside are committed at the end; an exception rolls all of them back.
 
         Raises:
-            StoreBusyError: Another process is writing and does not finish in time.
+            StoreBusyError: Another process is writing and does not finish within the timeout.
             StoreWriteError: Disk full, read-only, or an input/output error; what was stored is intact.
         """
-        with self._errors_as_ours(writing=True):
+        with self._store_errors(writing=True):
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -245,22 +236,26 @@ class StoreFile:
         self._database.execute("COMMIT")
 
     def _rollback(self) -> None:
-        # SQLite has already rolled back after some errors; where even this fails (a dying disk), the journal stays
-        # and is played back when the file is opened next, so the error that led here is the one to report.
+        # SQLite has already rolled back after some errors. Where the rollback itself fails (a failing disk), the journal
+        # stays and is applied when the file is opened next, so the first error is the one to report.
         if self._database.in_transaction:
             with contextlib.suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
 
     def commits_by_others(self) -> int:
-        """A number that changes when another connection has committed; ask it inside `reading` or `writing`."""
+        """A number that changes when another connection has committed; read it inside `reading` or `writing`."""
         return int(self._database.execute("PRAGMA data_version").fetchone()[0])
 
     def meta(self) -> dict[str, str]:
-        """Facts about the store, e.g. which embedding model made it."""
+        """The identity of the embedding model that made the store; empty before the first vector is stored."""
         return dict(self._database.execute("SELECT key, value FROM meta"))
 
     def set_meta(self, facts: dict[str, str]) -> None:
-        """Replace all facts."""
+        """Replace the identity of the embedding model.
+
+        Args:
+            facts: Keys and values, from `identity.identity_of`.
+        """
         self._database.execute("DELETE FROM meta")
         self._database.executemany("INSERT INTO meta VALUES (?, ?)", facts.items())
 
@@ -279,18 +274,18 @@ class StoreFile:
         return [TenantSize(*row) for row in rows]
 
     def version(self, tenant: str) -> str | None:
-        """What is another one after each change of a tenant's rows; None if there never was any."""
+        """The version of a tenant's rows, different after each change; None if the tenant never had rows."""
         row = self._database.execute("SELECT version FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
         return None if row is None else str(row[0])
 
-    def changed(self, tenant: str) -> str:
-        """Note that a tenant's rows are others now, and return their version."""
+    def new_version(self, tenant: str) -> str:
+        """Give a tenant's rows a new version after a change, and return it."""
         version = uuid.uuid4().hex
         self._database.execute("INSERT OR REPLACE INTO tenants VALUES (?, ?)", (tenant, version))
         return version
 
     def drop_tenant(self, tenant: str) -> None:
-        """Remove everything of a tenant, its name included."""
+        """Remove all rows of a tenant, its name included."""
         for table in ("nodes", "documents", "tenants"):
             self._database.execute(f"DELETE FROM {table} WHERE tenant = ?", (tenant,))
 
@@ -300,7 +295,7 @@ class StoreFile:
         return [DocumentRecord(*row) for row in self._database.execute(query, (tenant,))]
 
     def put_documents(self, tenant: str, records: Iterable[DocumentRecord]) -> None:
-        """Add a tenant's records, replacing its own of the same path."""
+        """Add a tenant's records; those of the same path are replaced."""
         rows = ((tenant, r.path, r.root, r.hash) for r in records)
         self._database.executemany("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?)", rows)
 
@@ -310,10 +305,10 @@ class StoreFile:
         self._database.executemany("DELETE FROM documents WHERE tenant = ? AND path = ?", rows)
 
     def nodes(self, tenant: str) -> Iterator[NodeRow]:
-        """A tenant's nodes in id order, each checked against its checksum.
+        """A tenant's nodes in id order, each verified by its checksum.
 
         Raises:
-            StoreCorruptError: A node or its vector was damaged.
+            StoreCorruptError: A node or its vector is damaged.
         """
         rows = self._database.execute(
             "SELECT id, node_id, ref_doc_id, node_type, node, vector, crc FROM nodes WHERE tenant = ? ORDER BY id",
@@ -331,7 +326,7 @@ class StoreFile:
         return [self._database.execute(query, (id_, tenant)).fetchone() for id_ in ids]
 
     def insert_node(self, tenant: str, row: NodeRow) -> int:
-        """Write a tenant's node and return its id, larger than any id before."""
+        """Insert a tenant's node and return its id, larger than any id before."""
         cursor = self._database.execute(
             "INSERT INTO nodes (tenant, node_id, ref_doc_id, node_type, node, vector, crc)"
             " VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -340,16 +335,19 @@ class StoreFile:
         return int(cursor.lastrowid or 0)
 
     def delete_nodes(self, tenant: str, ids: Iterable[int]) -> None:
-        """Remove nodes of a tenant; their ids are not given out again."""
+        """Remove nodes of a tenant; their ids are not used again."""
         rows = ((id_, tenant) for id_ in ids)
         self._database.executemany("DELETE FROM nodes WHERE id = ? AND tenant = ?", rows)
 
     def copy_to(self, folder: Path) -> None:
-        """Write a copy of the store as committed into another folder, replacing a store that is there.
+        """Write a copy of the last commit into another folder; a store that is there is replaced.
+
+        Args:
+            folder: Folder of the copy; made if it does not exist.
 
         Raises:
-            StoreCorruptError: The file in that folder is not a store of ours.
-            StoreWriteError: The copy cannot be written; what was there is intact.
+            StoreCorruptError: The file in that folder is not a store.
+            StoreWriteError: The copy cannot be written; the folder is unchanged.
         """
         target = folder / FILE_NAME
         if target.exists():
@@ -364,9 +362,9 @@ class StoreFile:
             raise StoreWriteError(f"the store cannot be copied to {folder} ({error})") from error
 
     def _verified_format(self) -> int:
-        """The file's format, 1 or this one, after checking that the file is ours and whole."""
+        """The file's format version, after checking that the file is a store and not damaged."""
         with self.reading():
-            # The first read undoes a commit that was interrupted, so it comes before any judgement.
+            # The first read rolls back an interrupted commit, so it precedes every check.
             application_id = self._pragma("application_id")
             version = int(self._pragma("user_version"))
             if application_id != APPLICATION_ID:
@@ -382,9 +380,9 @@ class StoreFile:
             return version
 
     def _migrate(self) -> None:
-        """Bring a file of format 1 to this one, all in one commit."""
+        """Migrate a file of format 1 to the current format in one commit."""
         with self.writing():
-            if int(self._pragma("user_version")) == 1:  # else another process was quicker
+            if int(self._pragma("user_version")) == 1:  # else another process has migrated it
                 for statement in _FROM_FORMAT_1:
                     self._database.execute(statement)
 
@@ -393,16 +391,16 @@ class StoreFile:
         return value
 
     @contextlib.contextmanager
-    def _errors_as_ours(self, *, writing: bool) -> Iterator[None]:
+    def _store_errors(self, *, writing: bool) -> Iterator[None]:
         try:
             yield
         except sqlite3.ProgrammingError as error:
             raise StoreError(f"the store {self.path or 'in memory'} is closed; open it again") from error
         except sqlite3.Error as error:
-            raise self._as_ours(error, writing) from error
+            raise self._store_error(error, writing) from error
 
-    def _as_ours(self, error: sqlite3.Error, writing: bool) -> StoreError:
-        # The low byte is the kind of error, the rest its details.
+    def _store_error(self, error: sqlite3.Error, writing: bool) -> StoreError:
+        # The low byte is SQLite's primary result code.
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         if code in _BUSY:
             return StoreBusyError(f"another process is writing to {self.path}; try again when it has finished")
@@ -420,7 +418,7 @@ _REMEDY = "restore it from a backup, or delete it and ingest your documents agai
 
 
 def _publish_empty(folder: Path) -> None:
-    """Put an empty store at its place in one step, keeping one that another process was quicker to make."""
+    """Make an empty store in one atomic step; a store that another process made first is kept."""
     with _temporary(folder) as made:
         with contextlib.closing(sqlite3.connect(made, isolation_level=None)) as database:
             database.executescript(_SCHEMA)

@@ -1,7 +1,7 @@
-"""What is in memory of a store's file: for each tenant that was asked for, an index of its own.
+"""The FAISS indexes of an open store file: one for each tenant, loaded when it is first used.
 
-One index with a filter would let others' nodes be felt: the time of a search would grow with them. Here a search meets
-its tenant's vectors alone, and what one tenant changes makes no other's index be loaded again.
+One index with a filter would expose other tenants: the time of a search would grow with their nodes. Here a search
+scans its own tenant's vectors only, and a change by one tenant reloads no other tenant's index.
 """
 
 from __future__ import annotations
@@ -18,73 +18,76 @@ from reader_rag.rag.stores.flat_index import Entry, FlatIndex
 from reader_rag.rag.stores.identity import require_same_model
 from reader_rag.rag.stores.sqlite_file import NodeRow, StoreFile
 
-Change = tuple[Sequence[int], Sequence[NodeRow]]
+IndexChange = tuple[Sequence[int], Sequence[NodeRow]]
 """Ids that were removed from a tenant's nodes, and rows that were added to them."""
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A tenant's index, and the version of its rows that it shows."""
+class _LoadedIndex:
+    """A tenant's index, and the version of the tenant's rows that it was loaded from."""
 
     version: str
     index: FlatIndex
 
 
-class StoreMemory:
+class TenantIndexes:
     """An open store file and the indexes over it. All methods are thread safe.
 
     Args:
-        file: The file; closed by `close`.
+        file: The open file; `close` closes it.
 
     Attributes:
-        file: The file. Use it inside `reading` or `writing` only.
+        file: The open file. Use it inside `reading` or a `change` of `write` only.
     """
 
     def __init__(self, file: StoreFile) -> None:
         self.file = file
         self._lock = threading.RLock()
-        self._held: dict[str, _Held] = {}
+        self._loaded: dict[str, _LoadedIndex] = {}
         self._meta: dict[str, str] = {}
         self._identity: dict[str, str] = {}
-        self._seen: int | None = None  # the commit whose facts `_meta` shows; None: read them again
+        self._meta_commit: int | None = None  # the commit that `_meta` was read at; None: read it again
 
     def require(self, identity: dict[str, str]) -> None:
-        """Keep the store to one embedding model from now on.
+        """Bind the open store to one embedding model.
 
         Args:
-            identity: What `identity.identity_of` says of it.
+            identity: The model's identity, from `identity.identity_of`.
 
         Raises:
-            StoreMismatchError: The store was made with another one.
+            StoreMismatchError: The store was made with another model.
         """
         with self._lock, self.file.reading():
             self._identity = identity
-            self._seen = None
-            self._read_facts()
+            self._meta_commit = None
+            self._read_meta()
 
     @contextmanager
     def reading(self, tenant: str) -> Iterator[FlatIndex | None]:
-        """A tenant's index, None where it has nothing; all reads inside see one commit.
+        """A tenant's index, None where the tenant has no nodes; all reads inside see one commit.
+
+        Args:
+            tenant: Name of the tenant.
 
         Raises:
-            StoreError: The file cannot be read, or is for another embedding model by now.
+            StoreError: The file cannot be read, or another process has bound it to another embedding model.
         """
         with self._lock, self.file.reading():
             yield self._index_of(tenant)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else uses the store meanwhile."""
+        """Exclude all other calls."""
         with self._lock:
             yield
 
-    def write(self, tenant: str, change: Callable[[FlatIndex | None, int | None], Change]) -> None:
-        """Change a tenant's rows in one commit; memory follows only once the disk has it.
+    def write(self, tenant: str, change: Callable[[FlatIndex | None, int | None], IndexChange]) -> None:
+        """Change a tenant's rows in one commit; the index changes only after the commit.
 
         Args:
-            tenant: Whose rows.
-            change: Given the tenant's index and the length of the store's vectors (None while it holds none), changes
-                the file and says what of it concerns the index.
+            tenant: Name of the tenant.
+            change: Called with the tenant's index and the length of the store's vectors (None while it holds none);
+                changes the file and returns the changes that the index has to follow.
 
         Raises:
             StoreError: Nothing was changed.
@@ -94,49 +97,60 @@ class StoreMemory:
                 index = self._index_of(tenant)
                 removed, added = change(index, self._dimension)
                 if not (removed or added):
-                    return  # what else was changed, the index does not show
-                version = self.file.changed(tenant)
-                self.forget(tenant)  # should anything fail from here on, it is loaded from the disk again
+                    return  # other changes, e.g. of document records, do not concern the index
+                version = self.file.new_version(tenant)
+                self.unload(tenant)  # if anything fails from here on, it is loaded from the disk again
             if index is None:
                 index = FlatIndex(len(added[0].vector))
             index.remove(removed)
             _add(index, added)
-            self._held[tenant] = _Held(version, index)
+            self._loaded[tenant] = _LoadedIndex(version, index)
 
     def clear(self, tenant: str) -> None:
-        """Remove all of a tenant, and once the store is empty, also what ties it to an embedding model.
+        """Remove everything of a tenant, and from an empty store also the identity of its embedding model.
+
+        Args:
+            tenant: Name of the tenant.
 
         Raises:
             StoreError: Nothing was removed.
         """
         with self._lock, self.file.writing():
-            self._read_facts()
-            self.forget(tenant)
+            self._read_meta()
+            self.unload(tenant)
             self.file.drop_tenant(tenant)
             if self.file.is_empty():
                 self.file.set_meta({})
 
-    def identify(self, dimension: int) -> None:
-        """Write down which embedding model the store is for, if that is open; inside a `change`."""
+    def write_identity(self, dimension: int) -> None:
+        """Record the embedding model, unless the file has a record of one. Call it inside a `change`.
+
+        Args:
+            dimension: Length of the vectors.
+        """
         if self._dimension is None:
             self.file.set_meta(self._identity | {"dimension": str(dimension)})
 
     def dimension(self) -> int | None:
-        """Length of the store's vectors; None while none was ever stored."""
+        """Length of the store's vectors; None before the first was stored."""
         with self._lock, self.file.reading():
-            self._read_facts()
+            self._read_meta()
             return self._dimension
 
-    def forget(self, tenant: str) -> None:
-        """Drop what is in memory of a tenant; it is loaded again when it is asked for."""
+    def unload(self, tenant: str) -> None:
+        """Drop a tenant's index from memory; the next use loads it again.
+
+        Args:
+            tenant: Name of the tenant.
+        """
         with self._lock:
-            self._held.pop(tenant, None)
-            self._seen = None
+            self._loaded.pop(tenant, None)
+            self._meta_commit = None
 
     def close(self) -> None:
         """Release the file and the memory."""
         with self._lock:
-            self._held.clear()
+            self._loaded.clear()
             self.file.close()
 
     @property
@@ -144,29 +158,29 @@ class StoreMemory:
         return int(self._meta["dimension"]) if "dimension" in self._meta else None
 
     def _index_of(self, tenant: str) -> FlatIndex | None:
-        """The tenant's index as of this transaction, loaded if memory has none or another process has changed it."""
-        self._read_facts()
+        """The tenant's index as of this transaction, loaded if it is not in memory or another process changed it."""
+        self._read_meta()
         version, dimension = self.file.version(tenant), self._dimension
-        held = self._held.get(tenant)
-        if held is not None and (held.version, held.index.dimension) == (version, dimension):
-            return held.index
-        self._held.pop(tenant, None)
+        loaded = self._loaded.get(tenant)
+        if loaded is not None and (loaded.version, loaded.index.dimension) == (version, dimension):
+            return loaded.index
+        self._loaded.pop(tenant, None)
         if version is None or dimension is None:
             return None
         index = FlatIndex(dimension)
         _add(index, list(self.file.nodes(tenant)))
-        self._held[tenant] = _Held(version, index)
+        self._loaded[tenant] = _LoadedIndex(version, index)
         return index
 
-    def _read_facts(self) -> None:
+    def _read_meta(self) -> None:
         commit = self.file.commits_by_others()
-        if commit == self._seen:
+        if commit == self._meta_commit:
             return
-        self._seen = None
+        self._meta_commit = None
         self._meta = self.file.meta()
         if self._identity and "dimension" in self._meta:
             require_same_model(self._identity, self._meta)
-        self._seen = commit
+        self._meta_commit = commit
 
 
 def _add(index: FlatIndex, rows: Sequence[NodeRow]) -> None:
@@ -176,6 +190,6 @@ def _add(index: FlatIndex, rows: Sequence[NodeRow]) -> None:
 
 def _entry(row: NodeRow) -> Entry:
     metadata = dict(json.loads(row.node).get("metadata") or {})
-    # The names under which LlamaIndex's other stores let filters ask for the document.
+    # The keys under which LlamaIndex's other stores let filters match the document.
     metadata |= dict.fromkeys(("document_id", "doc_id", "ref_doc_id"), row.ref_doc_id or "None")
     return Entry(row.node_id, row.ref_doc_id, metadata)

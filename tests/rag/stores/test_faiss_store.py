@@ -233,7 +233,7 @@ class TwinMachine(RuleBasedStateMachine):
 
     @rule()
     def load_again(self) -> None:
-        self.store._memory.forget("")
+        self.store._indexes.unload("")
 
     @rule(vector=vectors, k=st.integers(1, 15), most=st.integers(0, 4), docs=st.none() | st.lists(documents))
     def query(self, vector: list[int], k: int, most: int, docs: list[str] | None) -> None:

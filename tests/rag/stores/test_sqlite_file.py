@@ -207,7 +207,7 @@ def test_a_process_sees_what_another_has_committed(folder: Path) -> None:
             with file.writing():
                 file.delete_nodes("", [1])
                 file.insert_node("", many[4])
-                file.changed("")
+                file.new_version("")
             """,
             folder,
         )
