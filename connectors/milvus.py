@@ -1,4 +1,4 @@
-"""`MilvusStore`: the document store in a collection of Milvus, on a server or in a file of this machine."""
+"""`MilvusStore`: a document store in a collection of Milvus, on a server or in a file on this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from reader_rag.rag.stores.location import DatabaseUrl
 from reader_rag.util.one_line import first_line
 
 _LOGGER = logging.getLogger("pymilvus")
-_asked_level = _LOGGER.level
+_level = _LOGGER.level
 
 try:
     import grpc
@@ -48,17 +48,17 @@ try:
 except ImportError as cause:
     raise MissingDependencyError("a store in Milvus needs its client: pip install 'reader-rag[milvus]'") from cause
 
-if _asked_level != logging.NOTSET:
-    _LOGGER.setLevel(_asked_level)  # the client sets its own when it is imported
+if _level != logging.NOTSET:
+    _LOGGER.setLevel(_level)  # importing the client changes it
 
 TOKEN_VARIABLE = "MILVUS_TOKEN"
 
 _DEFAULT_PORT = 19530
 _CONNECT_TIMEOUT_S = 5.0
 _TIMEOUT_S = 30.0
-_AT_ONCE = 1000  # rows of one answer when all are read
-_UNAVAILABLE = 2  # Milvus's number for a server that does not answer
-_MOST_RESULTS = 16_384  # Milvus's own limit of a search
+_PAGE_SIZE = 1000  # rows of one answer of an iterator
+_UNAVAILABLE = 2  # Milvus's error code of a server that does not answer
+_MOST_RESULTS = 16_384  # Milvus's limit of a search
 _ID, _TEXT, _VECTOR = "id", "text", "embedding"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 _COMPARISONS = {
@@ -73,24 +73,29 @@ class MilvusStore(DatabaseStore):
     """A document store in a Milvus collection.
 
     Args:
-        url: `milvus://HOST:PORT/COLLECTION` for a server (`milvus+tls://` where it is encrypted; its token is read from
-            the environment variable `MILVUS_TOKEN`), or `milvus:///PATH/NAME.db/COLLECTION` for Milvus Lite on this
-            machine, which one process at a time can use.
-        embed_model: The model whose vectors the store holds; it is compared with the one that made the store.
-        similarity_cutoff: Leave out results whose cosine similarity is lower; a query may give its own.
-        must_exist: Refuse a collection that is not there; else the first nodes make it.
-        tenant: On whose behalf the store is used.
+        url: `milvus://HOST:PORT/COLLECTION` for a server (`milvus+tls://` for an encrypted connection; the token is
+            read from the environment variable `MILVUS_TOKEN`), or `milvus:///PATH/NAME.db/COLLECTION` for Milvus Lite
+            on this machine, which one process at a time can use.
+        embed_model: The embedding model of the vectors; it is compared with the one that made the store.
+        similarity_cutoff: Least cosine similarity of a result; a query may set its own.
+        must_exist: Raise if there is no collection instead of making one with the first nodes.
+        tenant: The tenant whose documents the store reads and changes.
 
     Raises:
-        ConfigError: The URL is none of these, or no tenant can have that name.
-        StoreConnectionError: No Milvus answers there, or it refuses the token.
+        ConfigError: The URL or the tenant's name is invalid.
+        StoreConnectionError: Milvus does not answer, or refuses the token.
         StoreBusyError: Another process uses the file.
-        StoreError: As `DatabaseStore`.
+        StoreNotFoundError: There is no such collection, and `must_exist` is set.
+        StoreMismatchError: The collection was made by another program or for another embedding model.
     """
 
     @classmethod
     def database_at(cls, url: DatabaseUrl) -> MilvusDatabase:
-        """See `DatabaseStore.database_at`."""
+        """Connect to the collection of a URL.
+
+        Args:
+            url: The parsed URL.
+        """
         return MilvusDatabase(url)
 
     @classmethod
@@ -100,9 +105,9 @@ class MilvusStore(DatabaseStore):
 
 
 class _TimedVectorStore(MilvusVectorStore):
-    """LlamaIndex's store, whose reads and writes wait for a silent server no longer than ours do."""
+    """LlamaIndex's store with this module's timeout on its reads and writes."""
 
-    # Written out since type checkers see a pydantic model's own constructor instead of LlamaIndex's.
+    # Declared because type checkers see pydantic's generated constructor instead of LlamaIndex's.
     def __init__(self, uri: str, **options: Any) -> None:
         super().__init__(uri, **options)
 
@@ -112,6 +117,8 @@ class _TimedVectorStore(MilvusVectorStore):
 
 
 class _TimedClient:
+    """Milvus's client with a timeout on `search` and `upsert`."""
+
     def __init__(self, client: MilvusClient) -> None:
         self._client = client
 
@@ -124,18 +131,18 @@ class MilvusDatabase(Database):
     """A Milvus collection, through LlamaIndex's `MilvusVectorStore` and Milvus's own client.
 
     Args:
-        url: Where it is.
+        url: URL of the collection.
 
     Raises:
-        ConfigError: The name of the file or of the collection is none that Milvus takes.
-        StoreError: No Milvus answers there, or the file cannot be used.
+        ConfigError: Milvus does not allow the name of the file or of the collection.
+        StoreError: Milvus does not answer, or the file cannot be used.
     """
 
     def __init__(self, url: DatabaseUrl) -> None:
         if not _NAME.fullmatch(url.collection):
             raise ConfigError(
-                "the name of a Milvus collection is made of letters, digits and _, no digit first: "
-                f"{url.collection!r} is none"
+                "the name of a Milvus collection has letters, digits and _, and does not begin with a digit: "
+                f"{url.collection!r} is not allowed"
             )
         if url.path is not None and url.path.suffix != ".db":
             raise ConfigError(
@@ -143,7 +150,7 @@ class MilvusDatabase(Database):
             )
         self.location = str(url)
         self._url = url
-        # The embedded database is not made for several writers; a server is.
+        # The embedded database does not allow concurrent writers; a server does.
         self.lock = nullcontext() if url.path is None else threading.RLock()
         self._store: MilvusVectorStore | None = None
         self._closed = False
@@ -157,20 +164,24 @@ class MilvusDatabase(Database):
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """See `Database.errors`."""
+        """Translate Milvus's errors that are raised inside into `StoreError`s."""
         try:
             yield
         except MilvusException as error:
-            raise self._as_ours(error) from error
+            raise self._store_error(error) from error
         except grpc.RpcError as error:
             raise StoreConnectionError(self._unreachable(first_line(error))) from error
         except OSError as error:
             raise StoreWriteError(
-                f"{self.location} cannot be read or written ({error}); check permissions and room on the disk"
+                f"{self.location} cannot be read or written ({error}); check permissions and free space"
             ) from error
 
     def dimension(self) -> int | None:
-        """See `Database.dimension`."""
+        """Length of the collection's vectors; None if there is no collection.
+
+        Raises:
+            StoreMismatchError: The collection lacks the store's fields.
+        """
         self._require_open()
         if not self._client.has_collection(self._url.collection, timeout=_TIMEOUT_S):
             return None
@@ -185,7 +196,7 @@ class MilvusDatabase(Database):
         return int(fields[_VECTOR]["params"]["dim"])
 
     def create(self, dimension: int) -> None:
-        """See `Database.create`."""
+        """Make the collection with an index on each of `KEYWORDS`; an existing collection is left unchanged."""
         schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=True)
         schema.add_field(_ID, DataType.VARCHAR, is_primary=True, max_length=36)
         schema.add_field(_TEXT, DataType.VARCHAR, max_length=65_535)
@@ -195,7 +206,7 @@ class MilvusDatabase(Database):
         embedded = self._url.path is not None
         index.add_index(_VECTOR, index_type="FLAT" if embedded else "AUTOINDEX", metric_type="COSINE")
         for key in KEYWORDS:
-            # Rows of one tenant lie together, and a search looks into no other's.
+            # With the tenant as partition key a search reads its own tenant's partitions only.
             schema.add_field(key, DataType.VARCHAR, max_length=64, is_partition_key=key == TENANT)
             if not embedded:
                 index.add_index(key, index_type="INVERTED")
@@ -203,36 +214,36 @@ class MilvusDatabase(Database):
             self._client.create_collection(
                 self._url.collection,
                 schema=schema,
-                consistency_level="Strong",  # what was written is seen by whoever asks next
+                consistency_level="Strong",  # reads see all finished writes
                 timeout=_TIMEOUT_S,
             )
-            # Of an empty collection there is nothing to wait for.
+            # The collection is empty, so the index need not be waited for.
             self._client.create_index(self._url.collection, index, timeout=_TIMEOUT_S, sync=False)
         except MilvusException:
             if not self._client.has_collection(self._url.collection, timeout=_TIMEOUT_S):
                 raise
 
     def drop(self) -> None:
-        """See `Database.drop`."""
+        """Delete the collection."""
         self._client.drop_collection(self._url.collection, timeout=_TIMEOUT_S)
         self._store = None
 
     def put(self, nodes: Sequence[BaseNode]) -> None:
-        """See `Database.put`."""
+        """Store nodes through LlamaIndex's store; a node with the same id is replaced."""
         self._vector_store().add(list(nodes))
 
     def nearest(self, vector: list[float], top_k: int, where: MetadataFilters) -> list[tuple[BaseNode, float]]:
-        """See `Database.nearest`."""
+        """The nodes nearest to a vector that meet the conditions, with their cosines, nearest first."""
         query = VectorStoreQuery(query_embedding=vector, similarity_top_k=min(top_k, _MOST_RESULTS))
         result = self._vector_store().query(query, string_expr=to_milvus(where))
         return list(zip(result.nodes or (), result.similarities or (), strict=True))
 
     def fetch(self, where: MetadataFilters) -> Iterable[BaseNode]:
-        """See `Database.fetch`."""
+        """All nodes that meet the conditions, read page by page."""
         self._vector_store()
         rows = self._client.query_iterator(
             self._url.collection,
-            batch_size=_AT_ONCE,
+            batch_size=_PAGE_SIZE,
             filter=to_milvus(where),
             output_fields=[_TEXT, "_node_content", "_node_type"],
             timeout=_TIMEOUT_S,
@@ -245,7 +256,7 @@ class MilvusDatabase(Database):
             rows.close()
 
     def count(self, where: MetadataFilters) -> int:
-        """See `Database.count`."""
+        """Number of nodes that meet the conditions, exact."""
         self._vector_store()
         rows = self._client.query(
             self._url.collection, filter=to_milvus(where), output_fields=["count(*)"], timeout=_TIMEOUT_S
@@ -253,11 +264,11 @@ class MilvusDatabase(Database):
         return int(rows[0]["count(*)"])
 
     def remove(self, where: MetadataFilters) -> None:
-        """See `Database.remove`."""
+        """Delete the nodes that meet the conditions."""
         self._client.delete(self._url.collection, filter=to_milvus(where), timeout=_TIMEOUT_S)
 
     def close(self) -> None:
-        """See `Database.close`."""
+        """Close the client, and end an embedded server."""
         if self._closed:
             return
         self._closed = True
@@ -267,16 +278,16 @@ class MilvusDatabase(Database):
         if self._url.path is not None:
             from milvus_lite.server_manager import server_manager_instance
 
-            # The client does not end the server that it started; until then nobody else can open the file.
+            # The client does not end the embedded server it started, which keeps the file locked.
             server_manager_instance.release_server(str(self._url.path))
 
     def _connected(self) -> MilvusClient:
         url = self._url
         if url.path is None:
-            # A connection of our own: a shared one goes on waiting for a server that is back already.
+            # `dedicated`: a connection shared with other clients keeps waiting after the server is back.
             return MilvusClient(self._uri, token=self._token, timeout=_CONNECT_TIMEOUT_S, dedicated=True)
         try:
-            import milvus_lite  # noqa: F401  the client's own message names no extra of ours
+            import milvus_lite  # noqa: F401  the client's own message does not name the extra
         except ImportError as error:
             raise MissingDependencyError(
                 "a store in an embedded Milvus needs Milvus Lite: pip install 'reader-rag[milvus]'"
@@ -297,7 +308,7 @@ class MilvusDatabase(Database):
         return "" if self._url.path is not None else os.environ.get(TOKEN_VARIABLE, "")
 
     def _vector_store(self) -> MilvusVectorStore:
-        """LlamaIndex's store over the collection, which is loaded for searching."""
+        """LlamaIndex's store over the collection, made at first use, with the collection loaded for searching."""
         self._require_open()
         if self._store is None:
             self._store = _TimedVectorStore(
@@ -319,31 +330,41 @@ class MilvusDatabase(Database):
         if self._closed:
             raise StoreError(f"the store {self.location} is closed; open it again")
 
-    def _as_ours(self, error: MilvusException) -> StoreError:
+    def _store_error(self, error: MilvusException) -> StoreError:
         reason = first_line(error.message)
         if isinstance(error, ConnectionConfigException) and self._url.path is not None:
             return StoreBusyError(
                 f"{self._url.path} cannot be opened: another process uses it (wait until it has finished, or run a "
-                "Milvus server), or it is no database of Milvus Lite"
+                "Milvus server), or it is not a database of Milvus Lite"
             )
         if error.code == ErrorCode.COLLECTION_NOT_FOUND:
-            return StoreNotFoundError(f"the collection at {self.location} is gone: ingest the documents again")
+            return StoreNotFoundError(
+                f"the collection at {self.location} does not exist any more: ingest the documents again"
+            )
         if error.code == grpc.StatusCode.UNAUTHENTICATED or "auth" in reason:
-            return StoreConnectionError(f"Milvus at {self.location} refuses us: put its token into {TOKEN_VARIABLE}")
-        # Where the network fails, the client puts what gRPC said in place of Milvus's number.
+            return StoreConnectionError(
+                f"Milvus at {self.location} refuses access: put its token into {TOKEN_VARIABLE}"
+            )
+        # Where the network fails, the client sets gRPC's status in place of Milvus's error code.
         if error.code == _UNAVAILABLE or not isinstance(error.code, int):
             return StoreConnectionError(self._unreachable(reason))
         return StoreError(f"Milvus at {self.location} refused a request ({reason})")
 
     def _unreachable(self, reason: str) -> str:
-        return f"no Milvus answers at {self.location} ({reason}): start it, or check host and port"
+        return f"Milvus does not answer at {self.location} ({reason}): start it, or check host and port"
 
 
 def to_milvus(filters: MetadataFilters) -> str:
-    """LlamaIndex's filters as an expression of Milvus; "" where there is nothing to filter by.
+    """Translate LlamaIndex's filters to a filter expression of Milvus.
+
+    Args:
+        filters: Conditions, possibly nested.
+
+    Returns:
+        The expression; "" without conditions.
 
     Raises:
-        ConfigError: Milvus has no such condition.
+        ConfigError: Milvus has no equivalent of a condition.
     """
     parts = [to_milvus(one) if isinstance(one, MetadataFilters) else _condition(one) for one in filters.filters]
     parts = [f"({part})" for part in parts if part]
@@ -357,29 +378,29 @@ def _condition(one: MetadataFilter) -> str:
     values: Sequence[Any] = value if isinstance(value, list) else [value]
     match operator:
         case FilterOperator.EQ:
-            return _if_there(one.key, f"{key} == {_literal(value)}")
+            return _if_exists(one.key, f"{key} == {_literal(value)}")
         case FilterOperator.NE:
-            return f"not ({_if_there(one.key, f'{key} == {_literal(value)}')})"
+            return f"not ({_if_exists(one.key, f'{key} == {_literal(value)}')})"
         case FilterOperator.GT | FilterOperator.GTE | FilterOperator.LT | FilterOperator.LTE:
-            return _if_there(one.key, f"{key} {_COMPARISONS[operator]} {_literal(value)}")
+            return _if_exists(one.key, f"{key} {_COMPARISONS[operator]} {_literal(value)}")
         case FilterOperator.IN:
-            return _if_there(one.key, _any_of(key, values))
+            return _if_exists(one.key, _any_of(key, values))
         case FilterOperator.NIN:
-            return f"not ({_if_there(one.key, _any_of(key, values))})"
+            return f"not ({_if_exists(one.key, _any_of(key, values))})"
         case FilterOperator.CONTAINS | FilterOperator.ANY | FilterOperator.ALL:
             joined = " and " if operator == FilterOperator.ALL else " or "
-            return _if_there(one.key, joined.join(f"json_contains({_name(one.key)}, {_literal(v)})" for v in values))
+            return _if_exists(one.key, joined.join(f"json_contains({_name(one.key)}, {_literal(v)})" for v in values))
         case FilterOperator.TEXT_MATCH:
             pattern = re.sub(r"([\\%_])", r"\\\1", str(value))
-            return _if_there(one.key, f"{key} like {_literal(f'%{pattern}%')}")
+            return _if_exists(one.key, f"{key} like {_literal(f'%{pattern}%')}")
         case FilterOperator.IS_EMPTY:
             empty = f'{key} == "" or array_length({_name(one.key)}) == 0'
             return f"not (exists {key}) or {empty}"
-    raise ConfigError(f"the metadata filter cannot be applied: Milvus has nothing like {operator.value!r}")
+    raise _unsupported(f"has no operator like {operator.value!r}")
 
 
-def _if_there(key: str, condition: str) -> str:
-    # What is compared with nothing is neither true nor false in Milvus, and a `not` around it no truer.
+def _if_exists(key: str, condition: str) -> str:
+    # In Milvus a comparison with a missing field is neither true nor false, and so is its negation.
     return condition if key in KEYWORDS else f"exists {_field(key)} and ({condition})"
 
 
@@ -388,9 +409,9 @@ def _field(key: str) -> str:
 
 
 def _name(key: str) -> str:
-    """A key as the functions over lists want it."""
+    """A key as Milvus's functions over lists need it."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-        raise ConfigError(f"the metadata filter cannot be applied: Milvus takes no list by the name {key!r}")
+        raise _unsupported(f"does not allow {key!r} as the name of a list")
     return key
 
 
@@ -400,7 +421,11 @@ def _any_of(key: str, values: Sequence[Any]) -> str:
     return " or ".join(f"{key} == {_literal(value)}" for value in values) or "false"
 
 
+def _unsupported(reason: str) -> ConfigError:
+    return ConfigError(f"the metadata filter cannot be applied: Milvus {reason}")
+
+
 def _literal(value: Any) -> str:
     if not isinstance(value, (bool, int, float, str)):
-        raise ConfigError(f"the metadata filter cannot be applied: Milvus compares no {type(value).__name__}")
+        raise _unsupported(f"cannot compare a {type(value).__name__}")
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""`QdrantStore`: the document store in a collection of Qdrant, on a server or in a folder of this machine."""
+"""`QdrantStore`: a document store in a collection of Qdrant, on a server or in a folder on this machine."""
 
 from __future__ import annotations
 
@@ -46,31 +46,36 @@ API_KEY_VARIABLE = "QDRANT_API_KEY"
 _DEFAULT_PORT = 6333
 _TIMEOUT_S = 30
 _VECTOR = "passage"
-_AT_ONCE = 1000  # points of one answer when all are read
+_PAGE_SIZE = 1000  # points of one answer of a scroll
 
 
 class QdrantStore(DatabaseStore):
     """A document store in a Qdrant collection.
 
     Args:
-        url: `qdrant://HOST:PORT/COLLECTION` for a server (`qdrant+tls://` where it is encrypted; its key is read from
-            the environment variable `QDRANT_API_KEY`), or `qdrant:///FOLDER/COLLECTION` for a folder of this machine,
-            which one process at a time can use.
-        embed_model: The model whose vectors the store holds; it is compared with the one that made the store.
-        similarity_cutoff: Leave out results whose cosine similarity is lower; a query may give its own.
-        must_exist: Refuse a collection that is not there; else the first nodes make it.
-        tenant: On whose behalf the store is used.
+        url: `qdrant://HOST:PORT/COLLECTION` for a server (`qdrant+tls://` for an encrypted connection; the API key is
+            read from the environment variable `QDRANT_API_KEY`), or `qdrant:///FOLDER/COLLECTION` for a folder on this
+            machine, which one process at a time can use.
+        embed_model: The embedding model of the vectors; it is compared with the one that made the store.
+        similarity_cutoff: Least cosine similarity of a result; a query may set its own.
+        must_exist: Raise if there is no collection instead of making one with the first nodes.
+        tenant: The tenant whose documents the store reads and changes.
 
     Raises:
-        ConfigError: The URL is none of these, or no tenant can have that name.
-        StoreConnectionError: No Qdrant answers there, or it refuses the key.
+        ConfigError: The URL or the tenant's name is invalid.
+        StoreConnectionError: Qdrant does not answer, or refuses the key.
         StoreBusyError: Another process uses the folder.
-        StoreError: As `DatabaseStore`.
+        StoreNotFoundError: There is no such collection, and `must_exist` is set.
+        StoreMismatchError: The collection was made by another program or for another embedding model.
     """
 
     @classmethod
     def database_at(cls, url: DatabaseUrl) -> QdrantDatabase:
-        """See `DatabaseStore.database_at`."""
+        """Connect to the collection of a URL.
+
+        Args:
+            url: The parsed URL.
+        """
         return QdrantDatabase(url)
 
     @classmethod
@@ -83,16 +88,16 @@ class QdrantDatabase(Database):
     """A Qdrant collection, through LlamaIndex's `QdrantVectorStore` and Qdrant's own client.
 
     Args:
-        url: Where it is.
+        url: URL of the collection.
 
     Raises:
-        StoreError: The folder cannot be used.
+        StoreError: The folder cannot be used, or the client cannot be made.
     """
 
     def __init__(self, url: DatabaseUrl) -> None:
         self.location = str(url)
         self._url = url
-        # The embedded database is not made for several threads; the server's client is.
+        # The embedded database is not thread safe; the server's client is.
         self.lock = nullcontext() if url.path is None else threading.RLock()
         self._store: QdrantVectorStore | None = None
         with self.errors():
@@ -105,18 +110,18 @@ class QdrantDatabase(Database):
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """See `Database.errors`."""
+        """Translate Qdrant's errors that are raised inside into `StoreError`s."""
         try:
             yield
         except UnexpectedResponse as error:
-            raise self._refused(error) from error
+            raise self._response_error(error) from error
         except (ResponseHandlingException, ApiException, ConnectionError) as error:
             raise StoreConnectionError(
-                f"no Qdrant answers at {self.location} ({first_line(error)}): start it, or check host and port"
+                f"Qdrant does not answer at {self.location} ({first_line(error)}): start it, or check host and port"
             ) from error
         except (OSError, sqlite3.Error) as error:
             raise StoreWriteError(
-                f"{self.location} cannot be read or written ({error}); check permissions and room on the disk"
+                f"{self.location} cannot be read or written ({error}); check permissions and free space"
             ) from error
         except RuntimeError as error:
             if "already accessed" in str(error):
@@ -128,7 +133,11 @@ class QdrantDatabase(Database):
             raise
 
     def dimension(self) -> int | None:
-        """See `Database.dimension`."""
+        """Length of the collection's vectors; None if there is no collection.
+
+        Raises:
+            StoreMismatchError: The collection has no vector of the store's name.
+        """
         if not self._client.collection_exists(self._url.collection):
             return None
         vectors = self._client.get_collection(self._url.collection).config.params.vectors
@@ -139,7 +148,7 @@ class QdrantDatabase(Database):
         return int(vectors[_VECTOR].size)
 
     def create(self, dimension: int) -> None:
-        """See `Database.create`."""
+        """Make the collection with an index on each of `KEYWORDS`; an existing collection is left unchanged."""
         on_server = self._url.path is None
         try:
             self._client.create_collection(
@@ -148,7 +157,7 @@ class QdrantDatabase(Database):
                     _VECTOR: models.VectorParams(
                         size=dimension,
                         distance=models.Distance.COSINE,
-                        # Qdrant's way to give each tenant a search graph of its own, and none over all.
+                        # A search graph for each tenant, and none over all points.
                         hnsw_config=models.HnswConfigDiff(m=0, payload_m=16) if on_server else None,
                     )
                 },
@@ -156,49 +165,53 @@ class QdrantDatabase(Database):
         except (UnexpectedResponse, ValueError):
             if not self._client.collection_exists(self._url.collection):
                 raise
-        if on_server:  # embedded, all points are looked at anyway
+        if on_server:  # an embedded database scans all points
             for key in KEYWORDS:
                 schema = models.KeywordIndexParams(type=models.KeywordIndexType.KEYWORD, is_tenant=key == TENANT)
                 self._client.create_payload_index(self._url.collection, key, field_schema=schema, wait=True)
 
     def drop(self) -> None:
-        """See `Database.drop`."""
+        """Delete the collection."""
         self._client.delete_collection(self._url.collection)
         self._store = None
 
     def put(self, nodes: Sequence[BaseNode]) -> None:
-        """See `Database.put`."""
+        """Store nodes through LlamaIndex's store; a node with the same id is replaced."""
         self._vector_store().add(list(nodes))
 
     def nearest(self, vector: list[float], top_k: int, where: MetadataFilters) -> list[tuple[BaseNode, float]]:
-        """See `Database.nearest`."""
+        """The nodes nearest to a vector that meet the conditions, with their cosines, nearest first."""
         query = VectorStoreQuery(query_embedding=vector, similarity_top_k=top_k)
         result = self._vector_store().query(query, qdrant_filters=to_qdrant(where))
         return list(zip(result.nodes or (), result.similarities or (), strict=True))
 
     def fetch(self, where: MetadataFilters) -> Iterable[BaseNode]:
-        """See `Database.fetch`."""
-        place: Any = None
+        """All nodes that meet the conditions, read page by page."""
+        offset: Any = None
         while True:
-            points, place = self._client.scroll(
-                self._url.collection, scroll_filter=to_qdrant(where), limit=_AT_ONCE, offset=place, with_vectors=False
+            points, offset = self._client.scroll(
+                self._url.collection,
+                scroll_filter=to_qdrant(where),
+                limit=_PAGE_SIZE,
+                offset=offset,
+                with_vectors=False,
             )
             for point in points:
                 yield metadata_dict_to_node(point.payload or {})
-            if place is None:
+            if offset is None:
                 return
 
     def count(self, where: MetadataFilters) -> int:
-        """See `Database.count`."""
+        """Number of nodes that meet the conditions, exact."""
         return int(self._client.count(self._url.collection, count_filter=to_qdrant(where), exact=True).count)
 
     def remove(self, where: MetadataFilters) -> None:
-        """See `Database.remove`."""
+        """Delete the nodes that meet the conditions, and wait until they are deleted."""
         selector = models.FilterSelector(filter=to_qdrant(where))
         self._client.delete(self._url.collection, points_selector=selector, wait=True)
 
     def close(self) -> None:
-        """See `Database.close`."""
+        """Close the client."""
         self._client.close()
 
     def _connected(self) -> QdrantClient:
@@ -212,33 +225,38 @@ class QdrantDatabase(Database):
             https=url.tls,
             api_key=os.environ.get(API_KEY_VARIABLE),
             timeout=_TIMEOUT_S,
-            check_compatibility=False,  # it would only warn; what a server cannot do, it refuses
+            check_compatibility=False,  # it would only warn; the server itself refuses what it does not support
         )
 
     def _vector_store(self) -> QdrantVectorStore:
-        """LlamaIndex's store over the collection; it asks the collection what it is like, once."""
+        """LlamaIndex's store over the collection, made at first use, because it reads the collection's settings."""
         if self._store is None:
             self._store = QdrantVectorStore(
                 self._url.collection, client=self._client, dense_vector_name=_VECTOR, index_doc_id=False
             )
         return self._store
 
-    def _refused(self, error: UnexpectedResponse) -> StoreError:
+    def _response_error(self, error: UnexpectedResponse) -> StoreError:
         if error.status_code in (401, 403):
             return StoreConnectionError(
-                f"Qdrant at {self.location} refuses us ({error.status_code}): put its key into {API_KEY_VARIABLE}"
+                f"Qdrant at {self.location} refuses access ({error.status_code}): put its key into {API_KEY_VARIABLE}"
             )
         if error.status_code == 404:
-            return StoreNotFoundError(f"the collection at {self.location} is gone: ingest the documents again")
+            return StoreNotFoundError(
+                f"the collection at {self.location} does not exist any more: ingest the documents again"
+            )
         content = error.content.decode(errors="replace")[:200]
         return StoreError(f"Qdrant at {self.location} refused a request ({error.status_code}): {one_line(content)}")
 
 
 def to_qdrant(filters: MetadataFilters) -> models.Filter:
-    """LlamaIndex's filters as Qdrant's.
+    """Translate LlamaIndex's filters to Qdrant's.
+
+    Args:
+        filters: Conditions, possibly nested.
 
     Raises:
-        ConfigError: Qdrant has no such condition.
+        ConfigError: Qdrant has no equivalent of a condition.
     """
     conditions: list[Any] = [
         to_qdrant(one) if isinstance(one, MetadataFilters) else _condition(one) for one in filters.filters
@@ -260,7 +278,7 @@ def _condition(one: MetadataFilter) -> models.Filter | models.FieldCondition | m
             return models.Filter(must_not=[_equals(key, value)])
         case FilterOperator.GT | FilterOperator.GTE | FilterOperator.LT | FilterOperator.LTE:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(f"the metadata filter cannot be applied: Qdrant orders numbers only, not {value!r}")
+                raise _unsupported(f"compares only numbers by greater and less, not {value!r}")
             bound = {FilterOperator.GT: "gt", FilterOperator.GTE: "gte", FilterOperator.LT: "lt"}.get(operator, "lte")
             return models.FieldCondition(key=key, range=models.Range(**{bound: value}))
         case FilterOperator.IN | FilterOperator.ANY:
@@ -274,14 +292,14 @@ def _condition(one: MetadataFilter) -> models.Filter | models.FieldCondition | m
         case FilterOperator.IS_EMPTY:
             nothing = models.IsEmptyCondition(is_empty=models.PayloadField(key=key))
             return models.Filter(should=[nothing, _equals(key, "")])
-    raise ConfigError(f"the metadata filter cannot be applied: Qdrant has nothing like {operator.value!r}")
+    raise _unsupported(f"has no operator like {operator.value!r}")
 
 
 def _equals(key: str, value: Any) -> models.FieldCondition:
     if isinstance(value, float):
         return models.FieldCondition(key=key, range=models.Range(gte=value, lte=value))
     if not isinstance(value, (bool, int, str)):
-        raise ConfigError(f"the metadata filter cannot be applied: Qdrant compares no {type(value).__name__}")
+        raise _unsupported(f"cannot compare a {type(value).__name__}")
     return models.FieldCondition(key=key, match=models.MatchValue(value=value))
 
 
@@ -289,6 +307,10 @@ def _any_of(key: str, values: Sequence[Any]) -> models.Filter | models.FieldCond
     if values and all(isinstance(value, str) for value in values):
         return models.FieldCondition(key=key, match=models.MatchAny(any=list(values)))
     return models.Filter(should=[_equals(key, value) for value in values]) if values else _nothing()
+
+
+def _unsupported(reason: str) -> ConfigError:
+    return ConfigError(f"the metadata filter cannot be applied: Qdrant {reason}")
 
 
 def _nothing() -> models.Filter:

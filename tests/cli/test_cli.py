@@ -258,7 +258,7 @@ def test_a_database_that_does_not_answer_is_one_line(docs: Path, word_embedding:
     pytest.importorskip("llama_index.vector_stores.qdrant", reason="pip install 'reader-rag[qdrant]'")
     for command in (["ingest", docs], ["ask", "Why?"], ["chat"]):
         result = _run(*command, "--vector-store", "qdrant://127.0.0.1:1/birds")
-        _assert_one_line_error(result, "no Qdrant answers at qdrant://127.0.0.1:1/birds", "check host and port")
+        _assert_one_line_error(result, "Qdrant does not answer at qdrant://127.0.0.1:1/birds", "check host and port")
 
 
 @pytest.mark.parametrize("command", [["ingest", "."], ["ask", "Why?"], ["chat"], ["demo"]])

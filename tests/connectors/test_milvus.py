@@ -104,7 +104,7 @@ class TestServer(DocumentStoreContract):
 
 def test_a_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(
-        StoreConnectionError, match=r"no Milvus answers at milvus://127\.0\.0\.1:1/birds \(.*\): start it, or check"
+        StoreConnectionError, match=r"Milvus does not answer at milvus://127\.0\.0\.1:1/birds \(.*\): start it"
     ):
         MilvusStore("milvus://127.0.0.1:1/birds")
 
@@ -135,9 +135,9 @@ def test_a_collection_of_another_program_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        (where("name", "x", FilterOperator.TEXT_MATCH_INSENSITIVE), "nothing like 'text_match_insensitive'"),
-        (where("a name", "x", FilterOperator.CONTAINS), "takes no list by the name 'a name'"),
-        (where("name", None), "compares no NoneType"),
+        (where("name", "x", FilterOperator.TEXT_MATCH_INSENSITIVE), "no operator like 'text_match_insensitive'"),
+        (where("a name", "x", FilterOperator.CONTAINS), "does not allow 'a name' as the name of a list"),
+        (where("name", None), "cannot compare a NoneType"),
     ],
 )
 def test_filters_that_milvus_has_not_are_refused(store: MilvusStore, condition: Any, message: str) -> None:
@@ -150,8 +150,8 @@ def test_filters_that_milvus_has_not_are_refused(store: MilvusStore, condition: 
     ("url", "message"),
     [
         ("milvus:///tmp/lite/passages", "ends in .db: write milvus:///PATH/NAME.db/passages"),
-        ("milvus://localhost/my-passages", "letters, digits and _, no digit first: 'my-passages' is none"),
-        ("milvus://localhost/1st", "'1st' is none"),
+        ("milvus://localhost/my-passages", "does not begin with a digit: 'my-passages' is not allowed"),
+        ("milvus://localhost/1st", "'1st' is not allowed"),
     ],
 )
 def test_names_that_milvus_does_not_take_are_refused_at_once(url: str, message: str) -> None:

@@ -98,7 +98,7 @@ def test_a_setting_out_of_its_range_is_one_line(url: str) -> None:
 
 @pytest.mark.parametrize("address", ["", "localhost:8000", "ftp://host/v1", "http:///v1", "http://host:none/v1"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"{address!r} is no address of a server")):
+    with pytest.raises(ConfigError, match=re.escape(f"{address!r} is not the address of a server")):
         ServerLLM.connect(address)
 
 
@@ -282,19 +282,19 @@ def test_another_kind_of_server_is_one_line(script: Script, url: str) -> None:
 
 def test_a_key_that_is_missing_or_wrong_is_said(script: Script, url: str) -> None:
     script.replies[MODELS] = failing(401, "Unauthorized")
-    with pytest.raises(ServerError, match="wants an API key: put the right one into READER_RAG_ENGINE_KEY"):
+    with pytest.raises(ServerError, match="requires an API key: put the right one into READER_RAG_ENGINE_KEY"):
         ServerLLM.connect(url)
-    with pytest.raises(ServerError, match="does not take the API key that it was given") as caught:
+    with pytest.raises(ServerError, match="does not accept the API key") as caught:
         ServerLLM.connect(url, key="k-42")
     assert "k-42" not in str(caught.value)
 
 
 FAILURES: list[tuple[Reply, type[ReaderError], str]] = [
     (failing(500, "out of\nmemory"), ServerError, r"failed \(500: out of memory\): its log may say why"),
-    (failing(503, "loading"), BusyError, r"too much to do \(loading\): ask again later"),
-    (failing(429, "slow down"), BusyError, r"too much to do \(slow down\): ask again later"),
+    (failing(503, "loading"), BusyError, r"overloaded \(loading\): try again later"),
+    (failing(429, "slow down"), BusyError, r"overloaded \(slow down\): try again later"),
     (failing(404, "The model `bird` does not exist."), ModelNotFoundError, "does not have the model any more"),
-    (failing(400, "This model's maximum context length is 600 tokens."), PromptError, "too long"),
+    (failing(400, "This model's maximum context length is 600 tokens."), PromptError, "prompt too long"),
     (failing(400, "too many", "context_length_exceeded"), PromptError, "too long"),
     (failing(400, "roles must alternate"), ServerError, r"refuses the request \(400: roles must alternate\)"),
     (lambda handler: handler.send_json(200, {"choices": []}), ServerError, "not as an OpenAI-compatible API does"),
@@ -341,7 +341,7 @@ def without_an_end(handler: Handler) -> None:
 
 
 BROKEN: list[tuple[Reply, str]] = [
-    (breaking_off, r"broke off \(.*\): ask again; its log may say why"),
+    (breaking_off, r"broke off \(.*\): send the question again; the server's log may say why"),
     (without_an_end, r"broke off \(the answer has no end\)"),
     (error_event, r"failed \(the engine died\)"),
     (garbage, "not as an OpenAI-compatible API does"),
@@ -361,7 +361,7 @@ async def test_a_stream_that_breaks_off_is_one_line(script: Script, url: str, re
 async def test_a_server_that_is_slow_is_given_up_and_not_asked_again(script: Script, url: str) -> None:
     llm = ServerLLM.connect(url, timeout_s=0.2)
     script.replies[CHAT] = silent
-    says = r"said nothing for 0.2 s: .* \(timeout_s, --engine-timeout\)"
+    says = r"sent nothing for 0.2 s: .* \(timeout_s, --engine-timeout\)"
     with pytest.raises(ServerError, match=says):
         llm.chat(HELLO)
     with pytest.raises(ServerError, match=says):
@@ -382,7 +382,7 @@ def test_a_server_that_falls_silent_in_an_answer_is_given_up(script: Script, url
     script.replies[CHAT] = stalling
     stream = llm.stream_chat(HELLO)
     assert next(stream).delta == "The heron "
-    with pytest.raises(ServerError, match=r"said nothing for 0.2 s"):
+    with pytest.raises(ServerError, match=r"sent nothing for 0.2 s"):
         next(stream)
     script.left.set()
 
@@ -468,7 +468,7 @@ def test_the_programs_take_key_and_time_out(
     monkeypatch.setenv("READER_RAG_ENGINE_KEY", "k-42")
     script.replies[CHAT] = silent
     refused(
-        run("ask", "heron?", "--store", store, "--engine", url, "--engine-timeout", "0.2"), "said nothing for 0.2 s"
+        run("ask", "heron?", "--store", store, "--engine", url, "--engine-timeout", "0.2"), "sent nothing for 0.2 s"
     )
     script.left.set()
     assert script.asked[-1].headers["authorization"] == "Bearer k-42"

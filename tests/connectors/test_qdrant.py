@@ -60,7 +60,7 @@ def store(tmp_path: Path) -> Iterator[QdrantStore]:
 
 def test_a_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(
-        StoreConnectionError, match=r"no Qdrant answers at qdrant://127\.0\.0\.1:1/birds \(.*\): start it, or check"
+        StoreConnectionError, match=r"Qdrant does not answer at qdrant://127\.0\.0\.1:1/birds \(.*\): start it"
     ):
         QdrantStore("qdrant://127.0.0.1:1/birds")
 
@@ -92,9 +92,9 @@ def test_a_collection_of_another_program_is_left_alone(tmp_path: Path, vectors: 
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        (where("name", "x", FilterOperator.TEXT_MATCH_INSENSITIVE), "nothing like 'text_match_insensitive'"),
-        (where("name", "x", FilterOperator.GT), "orders numbers only, not 'x'"),
-        (where("name", None), "compares no NoneType"),
+        (where("name", "x", FilterOperator.TEXT_MATCH_INSENSITIVE), "no operator like 'text_match_insensitive'"),
+        (where("name", "x", FilterOperator.GT), "compares only numbers by greater and less, not 'x'"),
+        (where("name", None), "cannot compare a NoneType"),
     ],
 )
 def test_filters_that_qdrant_has_not_are_refused(store: QdrantStore, condition: Any, message: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import MetadataFilters
 
-# Keys that `DatabaseStore` adds to a node's metadata in the database. Names are stored as hashes, so that filters do not
-# depend on how a database quotes their characters.
+# Keys that `DatabaseStore` adds to a node's metadata in the database. Names are stored as hashes, so that filters do
+# not depend on how a database quotes their characters.
 KIND, TENANT, DOCUMENT, NODE_KEY = "rr_kind", "rr_tenant", "rr_document", "rr_node"
 BATCH, ORDER, NODE_ID = "rr_batch", "rr_order", "rr_node_id"
 KEYWORDS = (KIND, TENANT, DOCUMENT, NODE_KEY, BATCH)

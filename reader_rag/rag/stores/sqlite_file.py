@@ -236,8 +236,8 @@ class StoreFile:
         self._database.execute("COMMIT")
 
     def _rollback(self) -> None:
-        # SQLite has already rolled back after some errors. Where the rollback itself fails (a failing disk), the journal
-        # stays and is applied when the file is opened next, so the first error is the one to report.
+        # SQLite has already rolled back after some errors. Where the rollback itself fails (a failing disk), the
+        # journal stays and is applied when the file is opened next, so the first error is the one to report.
         if self._database.in_transaction:
             with contextlib.suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
