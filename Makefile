@@ -32,7 +32,7 @@ demo: $(INSTALLED) ## Install, then answer a question about real documents and c
 	$(BIN)/reader-rag demo $(DEMO_ARGS)
 
 test: $(INSTALLED_DEV) ## Install with the test tools, then run the tests that take about five minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not vllm" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(INSTALLED_DEV) ## The same with the slow tests: the whole suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
