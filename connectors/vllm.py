@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.datastore import Datastore
-from reader_rag.draft.chains import ChainDrafter, StoredTexts, as_lists
+from reader_rag.draft.chains import ChainDrafter, DatastoreSearch, as_lists
 from reader_rag.draft.profile import Profile, fingerprint, profiles
 from reader_rag.draft.step_table import StepTable
 from reader_rag.errors import ConfigError, DatastoreError
@@ -188,15 +188,15 @@ def _drafter(settings: ProposerSettings, vllm_config: Any, longest: int) -> Chai
     if device == "cpu":
         _log.warning("vLLM 0.32 for the CPU samples nonsense beside any drafts (its issue 55005): use temperature 0")
     vocabulary = _vocabulary(model)
-    stored = _open(settings, vocabulary, model.get_vocab_size()) if settings.datastore is not None else None
+    search = _open(settings, vocabulary, model.get_vocab_size()) if settings.datastore is not None else None
     return ChainDrafter(
         scheduler.max_num_seqs,
         longest,
         costs,
         max_positions=scheduler.max_num_batched_tokens,
         max_tokens=settings.max_index_tokens,
-        max_beside=settings.max_answer_tokens if settings.keep_answers else 0,
-        stored=stored,
+        max_ended_tokens=settings.max_answer_tokens if settings.keep_answers else 0,
+        search=search,
         prior=_prior(settings, vocabulary),
         threads=settings.threads or max(min(_MOST_THREADS, cores // ranks), 1),
     )
@@ -211,7 +211,7 @@ def _vocabulary(model_config: Any) -> str | None:
     return fingerprint(cached_tokenizer_from_config(model_config).get_vocab())
 
 
-def _open(settings: ProposerSettings, vocabulary: str | None, size: int) -> StoredTexts:
+def _open(settings: ProposerSettings, vocabulary: str | None, size: int) -> DatastoreSearch:
     folder = str(settings.datastore)
     if vocabulary is None:
         raise ConfigError("a datastore is of a tokenizer: start vLLM without skip_tokenizer_init")
@@ -225,7 +225,7 @@ def _open(settings: ProposerSettings, vocabulary: str | None, size: int) -> Stor
     view = store.view(settings.namespaces)
     if not view.table().count:
         _log.warning("the datastore %s has no shared namespace, and none is named: nothing is searched there", folder)
-    return StoredTexts(view)
+    return DatastoreSearch(view)
 
 
 def _prior(settings: ProposerSettings, vocabulary: str | None) -> NDArray[np.int32] | None:

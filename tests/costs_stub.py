@@ -11,7 +11,7 @@ class EverythingPays:
     max_nodes = 1024
 
     def best_sizes(
-        self, trees: Sequence[Sized], contexts: Sequence[int], lucks: Sequence[float], *, padded: bool
+        self, trees: Sequence[Sized], contexts: Sequence[int], acceptance_ratios: Sequence[float], *, padded: bool
     ) -> list[int]:
         """All of every tree."""
         return [len(tree) for tree in trees]

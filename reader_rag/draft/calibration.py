@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.draft.kernels import tree as kernels
+from reader_rag.draft.kernels import cells as kernels
 
 Float64 = NDArray[np.float64]
 
 _PRIORS = Path(__file__).with_name("priors.npz")
 _MOST_EXPECTED = 6.0
 """Weight of a shipped correction: so many hits expected in one's own text count as much."""
+_RATIO_PRIOR = 2.0
+"""Accepted and expected tokens that an acceptance ratio starts from."""
 _WIDER_EXPECTED = 4.0
 """Weight of a cell's wider class where the cell itself was seen seldom."""
 
@@ -87,6 +89,20 @@ class Calibration:
         """Estimates are taken as they are, until counts say otherwise."""
         one = np.full(kernels.CELLS, _WIDER_EXPECTED)
         return cls(one, one, learns=learns)
+
+
+def acceptance_ratio(recent: Float64) -> Float64:
+    """Accepted over expected tokens of the last drafts, at most 1.0; 1.0 before the first one.
+
+    Args:
+        recent: float64 [..., 2], accepted and expected tokens of the last steps, fading.
+
+    Returns:
+        float64 [...].
+    """
+    accepted, expected = recent[..., 0], recent[..., 1]
+    ratio: Float64 = np.minimum((accepted + _RATIO_PRIOR) / (expected + _RATIO_PRIOR), 1.0)
+    return ratio
 
 
 def smoothed(hits: Float64, expected: Float64) -> tuple[Float64, Float64]:

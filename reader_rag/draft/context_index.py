@@ -1,4 +1,4 @@
-"""The short-term index: prompt, output and passages of one request."""
+"""ContextIndex: prompt, output and passages of one request, indexed for copying."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.draft.kernels import context as kernels
+from reader_rag.draft.kernels.arrays import CorpusArrays
 
 _LOOK_BACK = 32
 """Tokens over which matches are followed up to the end of a text that was added at once.
@@ -31,7 +32,7 @@ class Corpus:
         self.distinct = 0
 
     def make_room(self, count: int) -> None:
-        """For so many more tokens, each of which may be a distinct one."""
+        """Make room for so many more tokens, each of which may be a distinct one."""
         needed = self.size + count
         if needed > len(self.tokens):
             self.tokens = _grown(self.tokens, needed)
@@ -50,15 +51,20 @@ class Corpus:
         self.size += len(new)
 
     @property
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], int]:
+        """The fields of `kernels.arrays.CorpusArrays`."""
+        return self.tokens, self.previous, self.table, self.size
+
+    @property
     def nbytes(self) -> int:
         return self.tokens.nbytes + self.previous.nbytes + self.table.nbytes
 
 
 class _Matches:
-    """The places of one corpus whose preceding tokens equal the last tokens of the sequence."""
+    """The positions of one corpus whose preceding tokens equal the last tokens of the sequence."""
 
     def __init__(self, limit: int) -> None:
-        self.all_places = np.zeros((2, limit), np.int32)
+        self.array = np.zeros((2, limit), np.int32)
         self.scratch = np.zeros((2, limit), np.int32)
         self.count = 0
 
@@ -68,31 +74,23 @@ class _Matches:
     def advance(self, corpus: Corpus, sequence: Corpus, length: int) -> None:
         """Follow the token `sequence[length - 1]`."""
         self.count = kernels.advance(
-            corpus.tokens,
-            corpus.previous,
-            corpus.table,
-            corpus.size,
-            sequence.tokens,
-            length,
-            self.all_places,
-            self.count,
-            self.scratch,
+            CorpusArrays(*corpus.arrays), sequence.tokens, length, self.array, self.count, self.scratch
         )
 
     @property
-    def places(self) -> NDArray[np.int32]:
+    def current(self) -> NDArray[np.int32]:
         """int32 [2, count]: positions, the latest first, and match lengths."""
-        return self.all_places[:, : self.count]
+        return self.array[:, : self.count]
 
 
 @dataclass(frozen=True)
-class Place:
+class Occurrence:
     """Where a token was copied from.
 
     Attributes:
         passage_id: The passage, or None for text that belongs to none (the rest of the prompt, the output).
         position: Token index in the sequence (prompt and output), or in the passage's own tokens if `apart`.
-        apart: The passage was added as a text of its own, not found in the prompt.
+        apart: Whether the passage was indexed as a text of its own, since the prompt does not contain it.
     """
 
     passage_id: str | None
@@ -101,15 +99,15 @@ class Place:
 
 
 class ContextIndex:
-    """Everything one request can be drafted from: its prompt, its output, and passages.
+    """What one request can be drafted from: its prompt, its output, and passages.
 
     Prompt and output are one sequence. Passages that the prompt contains are marked in it (`mark_passage`); others are
-    added as texts of their own (`add_passage`). The index keeps, from token to token, all places whose preceding
+    indexed as texts of their own (`add_passage`). The index keeps, from token to token, all positions whose preceding
     tokens equal the last tokens of the sequence; a token of output costs microseconds however long the prompt is.
 
     Example:
         >>> index = ContextIndex([7, 8, 9, 5, 7, 8])
-        >>> index.sequence_matches.tolist()   # "7 8" stood before position 2
+        >>> index.sequence_matches.tolist()   # "7 8" precede position 2
         [[2], [2]]
         >>> index.extend([9])
         >>> index.sequence_matches.tolist()
@@ -117,9 +115,9 @@ class ContextIndex:
 
     Args:
         prompt: int token ids, not negative.
-        max_occurrences: Most places followed at once, in the sequence and in the passages each.
-        max_passage_tokens: Bound on the added passages' tokens, separators included; the oldest goes first.
-        reserve: Tokens of output to make room for at once.
+        max_occurrences: Most matches followed at once, in the sequence and in the passages each.
+        max_passage_tokens: Bound on the added passages' tokens, separators included; the oldest is dropped first.
+        reserve: Tokens of output to reserve memory for.
 
     Raises:
         ValueError: A token id is negative.
@@ -166,37 +164,34 @@ class ContextIndex:
     @property
     def sequence_matches(self) -> NDArray[np.int32]:
         """int32 [2, n], the position of the next token and the match length of each occurrence in the sequence."""
-        return self._sequence_matches.places
+        return self._sequence_matches.current
 
     @property
     def passage_matches(self) -> NDArray[np.int32]:
-        """int32 [2, m], the same for the added passages."""
-        return self._passage_matches.places
+        """int32 [2, m], the position of the next token and the match length of each occurrence in added passages."""
+        return self._passage_matches.current
 
     @property
-    def followed(self) -> int:
-        """Places followed, in the sequence and in the passages."""
+    def match_count(self) -> int:
+        """Matches followed, in the sequence and in the passages."""
         return self._sequence_matches.count + self._passage_matches.count
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """What `tree_kernels.build` takes: sequence, passages, and the matches in each, with their sizes."""
+        """Sequence and passages as `kernels.tree.build` takes them, and how many tokens are the prompt's."""
         sequence, passages = self._sequence, self._passages
         own, others = self._sequence_matches, self._passage_matches
         return (
-            sequence.tokens,
-            sequence.size,
+            (sequence.tokens, sequence.size, own.array, own.count),
+            (passages.tokens, passages.size, others.array, others.count),
             self._prompt_length,
-            passages.tokens,
-            passages.size,
-            own.all_places,
-            own.count,
-            others.all_places,
-            others.count,
         )
 
     def extend(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Append tokens to the sequence and follow the matches to its new end.
+
+        Args:
+            tokens: int token ids, not negative.
 
         Raises:
             ValueError: A token id is negative.
@@ -211,21 +206,13 @@ class ContextIndex:
         first = sequence.size + count - _LOOK_BACK
         skips = sequence.size < first
         added, followed, passage_followed = kernels.follow(
-            sequence.tokens,
-            sequence.previous,
-            sequence.table,
-            sequence.size,
+            sequence.arrays,
             new,
             first,
-            own.all_places,
-            0 if skips else own.count,
+            (own.array, 0 if skips else own.count),
+            passages.arrays,
+            (others.array, 0 if skips else others.count),
             own.scratch,
-            passages.tokens,
-            passages.previous,
-            passages.table,
-            passages.size,
-            others.all_places,
-            0 if skips else others.count,
         )
         if added < 0:
             _token_array(new)  # says what is wrong
@@ -234,10 +221,10 @@ class ContextIndex:
         own.count, others.count = followed, passage_followed
 
     def add_passage(self, passage_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Add a text that the prompt does not contain; the oldest are dropped where the bound asks for it.
+        """Add a text that the prompt does not contain; the oldest ones are dropped where the bound is exceeded.
 
         Args:
-            passage_id: What `locate` calls it.
+            passage_id: The id that `locate` returns.
             tokens: int token ids; of a text longer than the bound, the first part is kept.
 
         Raises:
@@ -264,9 +251,12 @@ class ContextIndex:
             self._passage_matches.advance(self._passages, self._sequence, length)
 
     def mark_passage(self, passage_id: str, start: int, stop: int) -> None:
-        """Say that tokens `start` to `stop` of the sequence are (part of) a passage.
+        """Mark tokens of the sequence as (part of) a passage. Where marks overlap, the first one counts.
 
-        Where marks overlap, the first one counts.
+        Args:
+            passage_id: The id that `locate` returns.
+            start: First token of the sequence.
+            stop: Token behind the last one.
 
         Raises:
             ValueError: The range is empty or lies outside the sequence.
@@ -275,43 +265,43 @@ class ContextIndex:
             raise ValueError(f"no tokens {start}..{stop} in a sequence of {len(self)}")
         self._marks.append((start, stop, passage_id))
 
-    def goes_on_with(self, token: int, least: int) -> tuple[int, int] | None:
-        """Where the same stands that the sequence would end with, if a token came next.
+    def find_copy(self, token: int, min_match: int) -> tuple[int, int] | None:
+        """Find an occurrence of the sequence's end with a token behind it.
 
         Args:
-            token: What may come next.
-            least: Tokens before it that must be the same.
+            token: A token that may follow the sequence.
+            min_match: Least match length before it, in tokens.
 
         Returns:
-            Source and position of the token behind the longest match; None: nowhere.
+            Source (0 sequence, 1 passages) and position of the token behind the longest match; None: there is none.
         """
         found = None
-        for source, corpus, places in (
+        for source, corpus, matches in (
             (0, self.sequence, self.sequence_matches),
             (1, self.passages, self.passage_matches),
         ):
-            positions, lengths = places[:, (places[0] < len(corpus)) & (places[1] >= least)]
+            positions, lengths = matches[:, (matches[0] < len(corpus)) & (matches[1] >= min_match)]
             same = np.flatnonzero(corpus[positions] == token)
             if len(same):
                 best = same[int(np.argmax(lengths[same]))]
-                least = int(lengths[best]) + 1
+                min_match = int(lengths[best]) + 1
                 found = source, int(positions[best])
         return found
 
-    def locate(self, source: int, position: int) -> Place:
-        """What a draft node's `source` and `position` refer to.
+    def locate(self, source: int, position: int) -> Occurrence:
+        """The occurrence that a copied draft node refers to.
 
         Args:
-            source: A value of `DraftTree.sources`.
+            source: The node's value of `DraftTree.sources`, `context` or `passage`.
             position: The node's value of `DraftTree.positions`.
         """
         if source == 1:
             k = bisect_right(self._added_starts, position) - 1
-            return Place(self._added[k][0], position - self._added_starts[k], apart=True)
+            return Occurrence(self._added[k][0], position - self._added_starts[k], apart=True)
         for start, stop, passage_id in self._marks:
             if start <= position < stop:
-                return Place(passage_id, position)
-        return Place(None, position)
+                return Occurrence(passage_id, position)
+        return Occurrence(None, position)
 
 
 def _integers(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:

@@ -1,6 +1,8 @@
-"""RowStates: what is known of the texts in the rows of a batch, recognised by their tokens alone."""
+"""RowStates: what is known of the requests in the rows of a batch, recognised by their tokens alone."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,71 +14,84 @@ Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
 
 _KEPT_CALLS = 64
-"""Calls after which a text that is no longer seen has ended. Where batches take turns (pipelines), a text is seen once
-in a few calls; one that comes back later is read anew, which takes microseconds."""
+"""Calls after which a request that is no longer seen has ended. Where batches take turns (pipelines), a request is seen
+once in a few calls; one that comes back later is indexed anew, which takes microseconds."""
 _SWEEP_EVERY = 16
 _RESERVED = 256
-"""Tokens of output that room is made for when a text is first seen."""
+"""Tokens of output that room is made for when a request is first seen."""
 
 
 class RowStates:
-    """The texts of a batch, from call to call.
+    """What is known of the requests of a batch, from call to call.
 
-    The engine that owns the batch moves rows about as it likes: a row may be another text than before, texts may
-    change places, leave and come back. So each row is compared, token by token, with what is known: first with the
-    text that it had before, then with all others. A text that is not known is read from its beginning; what is not
-    seen for a while is dropped. Depends on nothing but what it is given, so that processes given the same do the same.
+    The engine that owns the batch moves rows as it likes: a row may hold another request than before, requests may
+    change rows, leave and come back. So the tokens of each row are compared with what is known: first with the request
+    that the row held before, then with all others. An unknown request is indexed from its beginning; one that is not
+    seen for a while is dropped. The result depends on the calls alone, so processes that receive the same calls do the
+    same.
 
     Args:
         rows: Most rows of a batch.
         longest: Most tokens of a chain.
-        max_tokens: Most tokens of a text that are searched: of a longer one the last, at least half as many.
-        max_occurrences: Most places followed at once.
-        max_beside: Tokens of ended texts' outputs that later ones are drafted from, too; 0: none are.
+        max_tokens: Most tokens of a request that are indexed; of a longer one the last, at least half as many.
+        max_occurrences: Most matches followed at once, in the request's own tokens and in ended outputs each.
+        max_ended_tokens: Tokens of ended requests' outputs that later requests are drafted from, too; 0: none.
 
     Attributes:
-        states: int64 [states, COLUMNS], see `row_kernels`.
-        matches: int32 [states, 2, 2, max_occurrences], places in the text, and in those beside it.
+        states: int64 [states, COLUMNS], see `kernels.rows`.
+        matches: int32 [states, 2, 2, max_occurrences], positions and match lengths, in the request's own tokens and in
+            ended outputs.
         chains: int32 [states, longest], what was drafted last.
         chances: float64 [states, longest], the probability of each token of that, given those before.
-        fortunes: float64 [states, 2], how chains fared lately.
-        beside: Outputs of ended texts.
+        recent: float64 [states, 2], hits and expected hits of the last chains, fading.
+        ended: Outputs of ended requests.
     """
 
     def __init__(
-        self, rows: int, longest: int, *, max_tokens: int = 65_536, max_occurrences: int = 256, max_beside: int = 0
+        self,
+        rows: int,
+        longest: int,
+        *,
+        max_tokens: int = 65_536,
+        max_occurrences: int = 256,
+        max_ended_tokens: int = 0,
     ) -> None:
         states = 2 * rows  # rows of one call never take all, so that there is always one to drop
         self.states = np.zeros((states, kernels.COLUMNS), np.int64)
         self.matches = np.zeros((states, 2, 2, max_occurrences), np.int32)
         self.chains = np.zeros((states, longest), np.int32)
         self.chances = np.zeros((states, longest))
-        self.fortunes = np.zeros((states, 2))
-        self.beside = Corpus(0)
-        self._max_tokens, self._max_beside = max_tokens, max_beside
+        self.recent = np.zeros((states, 2))
+        self.ended = Corpus(0)
+        self._max_tokens, self._max_ended_tokens = max_tokens, max_ended_tokens
         self._held = np.full(rows, -1, np.int64)
-        self._texts: list[Corpus | None] = [None] * states
+        self._corpora: list[Corpus | None] = [None] * states
         self._seen = np.zeros(states, np.int64)
         self._calls = 0
         self._scratch = np.zeros((2, max_occurrences), np.int32)
 
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """The fields of `kernels.arrays.RowArrays`."""
+        return self.states, self.matches, self.chains, self.chances, self.recent
+
     def __len__(self) -> int:
-        """Texts that are known."""
+        """Requests that are known."""
         return int(self.states[:, kernels.LIVE].sum())
 
     @property
     def nbytes(self) -> int:
         """Bytes of their indexes."""
-        return self.beside.nbytes + sum(text.nbytes for text in self._texts if text is not None)
+        return self.ended.nbytes + sum(text.nbytes for text in self._corpora if text is not None)
 
-    def update(self, texts: Int32, rows: Int64, lengths: Int64, came: Int64) -> Int64:
-        """Take in what the rows hold now.
+    def update(self, tokens: Int32, rows: Int64, lengths: Int64, emitted: Int64) -> Int64:
+        """Follow what the rows hold now.
 
         Args:
-            texts: int32 [all rows, >= any length], the tokens of each row.
+            tokens: int32 [all rows, >= any length], the tokens of each row.
             rows: int64 [n], the rows that are looked at, each once.
             lengths: int64 [n], tokens of each, at least 1.
-            came: int64 [n], how many of them came in this step; of a text that is new, the others are its prompt.
+            emitted: int64 [n], how many of them the last step emitted; of a new request, the others are its prompt.
 
         Returns:
             int64 [n], the state of each row.
@@ -84,27 +99,12 @@ class RowStates:
         self._calls += 1
         found = np.empty(len(rows), np.int64)
         taken = np.zeros(len(self.states), np.bool_)
-        kernels.recognise(texts, lengths, rows, self.states, self._held, taken, found)
+        kernels.find_states(tokens, lengths, rows, self.states, self._held, taken, found)
         for k in np.flatnonzero(found < 0).tolist():
-            found[k] = self._begin(int(lengths[k]), int(came[k]), taken)
+            found[k] = self._begin(int(lengths[k]), int(emitted[k]), taken)
             taken[found[k]] = True
         self._make_room(found, lengths)
-        kernels.follow(
-            texts,
-            lengths,
-            rows,
-            found,
-            self.states,
-            self.matches,
-            self.chains,
-            self.chances,
-            self.fortunes,
-            self.beside.tokens,
-            self.beside.previous,
-            self.beside.table,
-            self.beside.size,
-            self._scratch,
-        )
+        kernels.follow(tokens, lengths, rows, found, self.arrays, self.ended.arrays, self._scratch)
         self._held[rows] = found
         self._seen[found] = self._calls
         if self._calls % _SWEEP_EVERY == 0:
@@ -114,16 +114,16 @@ class RowStates:
         return found
 
     def clear(self) -> None:
-        """Drop all texts, and what was kept of those that ended."""
+        """Drop all requests, and the outputs of those that ended."""
         self.states[:] = 0
-        self.fortunes[:] = 0.0
+        self.recent[:] = 0.0
         self._held[:] = -1
-        self._texts = [None] * len(self._texts)
-        self.beside = Corpus(0)
+        self._corpora = [None] * len(self._corpora)
+        self.ended = Corpus(0)
         self._calls = 0
 
-    def _begin(self, length: int, came: int, taken: NDArray[np.bool_]) -> int:
-        """A state for a text that is not known; the one not seen for longest makes place."""
+    def _begin(self, length: int, emitted: int, taken: NDArray[np.bool_]) -> int:
+        """A state for an unknown request; replaces the least recently seen one."""
         age = np.where(self.states[:, kernels.LIVE] > 0, self._seen, -1)
         age[taken] = self._calls
         state = int(np.argmin(age))
@@ -131,24 +131,24 @@ class RowStates:
             self._end(state)
         self._reset(state, self._first(length))
         row = self.states[state]
-        row[kernels.PROMPT] = max(length - came - int(row[kernels.BASE]), 0)
+        row[kernels.PROMPT] = max(length - emitted - int(row[kernels.BASE]), 0)
         row[kernels.LIVE] = 1
-        self.fortunes[state] = 0.0
+        self.recent[state] = 0.0
         return state
 
     def _first(self, length: int) -> int:
-        """Where the index of a text of that length begins."""
+        """Where the index of a request of that length begins, in tokens."""
         return 0 if length <= self._max_tokens else length - max(self._max_tokens // 2, 1)
 
     def _reset(self, state: int, base: int) -> None:
-        """Empty a state's index, to begin there in the text."""
-        self._texts[state] = Corpus(0)
+        """Empty a state's index; the new one begins at token `base` of the request."""
+        self._corpora[state] = Corpus(0)
         row = self.states[state]
         row[:] = 0
         row[kernels.BASE] = base
 
     def _make_room(self, found: Int64, lengths: Int64) -> None:
-        """For what each row grew by, in its state; texts that have become too long are read anew from further on."""
+        """Make room in each state for the new tokens of its row; requests that became too long are indexed anew."""
         held = self.states[found]
         needed = lengths - held[:, kernels.BASE]
         distinct = held[:, kernels.DISTINCT] + needed - held[:, kernels.SIZE]
@@ -167,7 +167,7 @@ class RowStates:
             self._grow(state, length - int(row[kernels.BASE]))
 
     def _grow(self, state: int, needed: int) -> None:
-        text, row = self._texts[state], self.states[state]
+        text, row = self._corpora[state], self.states[state]
         assert text is not None
         text.size, text.distinct = int(row[kernels.SIZE]), int(row[kernels.DISTINCT])
         text.make_room(min(needed + _RESERVED, self._max_tokens) - text.size)
@@ -177,23 +177,23 @@ class RowStates:
         row[kernels.CAPACITY], row[kernels.SLOTS] = len(text.tokens), text.table.shape[1]
 
     def _end(self, state: int) -> None:
-        """Drop a text; its output is kept beside the others if that is asked for."""
-        text, row = self._texts[state], self.states[state]
-        if self._max_beside and text is not None:
+        """Drop a request; keep its output if ended outputs are kept."""
+        text, row = self._corpora[state], self.states[state]
+        if self._max_ended_tokens and text is not None:
             self._keep(text.tokens[int(row[kernels.PROMPT]) : int(row[kernels.SIZE])].copy())
-        self._texts[state] = None
+        self._corpora[state] = None
         row[:] = 0
         self._held[self._held == state] = -1
 
     def _keep(self, output: Int32) -> None:
-        """Put an output beside the texts; when there is no more room, the older half goes."""
-        most = self._max_beside // 2
+        """Keep an output; where there is no more room, evict the older half."""
+        most = self._max_ended_tokens // 2
         kept = np.append(output[: max(most - 1, 0)], np.int32(-1))
-        beside = self.beside
-        if beside.size + len(kept) > self._max_beside:
-            recent = beside.tokens[beside.size - most : beside.size]
+        ended = self.ended
+        if ended.size + len(kept) > self._max_ended_tokens:
+            recent = ended.tokens[ended.size - most : ended.size]
             whole = np.flatnonzero(recent < 0)
-            self.beside = Corpus(self._max_beside)
-            self.beside.append(recent[int(whole[0]) + 1 :].copy() if len(whole) else recent[:0])
-            self.states[:, kernels.BESIDE] = 0
-        self.beside.append(kept)
+            self.ended = Corpus(self._max_ended_tokens)
+            self.ended.append(recent[int(whole[0]) + 1 :].copy() if len(whole) else recent[:0])
+            self.states[:, kernels.OTHER_MATCHES] = 0
+        self.ended.append(kept)

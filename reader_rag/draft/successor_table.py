@@ -47,6 +47,7 @@ class SuccessorTable:
         self.entries = _aligned(sets * _WAYS, kernels.ENTRY_COLUMNS)
         self.prior = np.zeros((0, BEST), np.int32) if prior is None else prior
         self._clock = np.zeros(1, np.int32)
+        self._scratch = np.zeros(kernels.ENTRY_COLUMNS, np.int32)
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +84,7 @@ class SuccessorTable:
             self.entries,
             self.prior,
             self._clock,
+            self._scratch,
             np.asarray(before, np.int32),
             np.asarray(tokens, np.int32),
             rows,
@@ -104,9 +106,8 @@ class SuccessorTable:
 
     def after(self, before: int, token: int) -> list[int]:
         """The likely next tokens after these two, or after the last of them; the likeliest first; empty if unknown."""
-        scratch = np.zeros(kernels.ENTRY_COLUMNS, np.int32)
-        kernels.prepare(scratch)
-        entry, _ = kernels.successors(self.keys, self.entries, self.prior, scratch, before, token)
+        kernels.prepare(self._scratch)
+        entry, _ = kernels.successors(self.keys, self.entries, self.prior, self._scratch, before, token)
         if not entry[kernels.TOTAL]:
             return []
         tokens = entry[kernels.TOKENS : kernels.STAMP].tolist()

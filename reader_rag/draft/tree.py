@@ -8,31 +8,32 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from reader_rag.draft.kernels import shape
 from reader_rag.draft.kernels import tree as kernels
 
 Int32 = NDArray[np.int32]
 
 SOURCES = ("context", "passage", "datastore", "successor")
 """Source names by the code that `DraftTree.sources` holds."""
-STORED = 2
-"""The one of nodes that were copied from the datastore."""
+DATASTORE = 2
+"""The code of nodes that were copied from the datastore."""
 SUCCESSOR = kernels.SUCCESSOR
-"""The one of nodes that were not copied: they have no position."""
+"""The code of nodes that were not copied: they have no position."""
 
 
 class DraftTree:
     """Candidate continuations as a tree; a node is one token, the root (not drafted) the last accepted token.
 
-    Not to be changed. Nodes are in order of falling path probability, so every prefix of the arrays is the best tree of
-    its size.
+    Immutable. Nodes are in order of falling path probability, so every prefix of the arrays is the best tree of its
+    size.
 
     Args:
-        rows: int32 [TREE_ROWS, nodes], in the order of `tree_kernels`; of separate arrays a tree is made by `of`.
+        fields: int32 [TREE_FIELDS, nodes], in the order of `kernels.tree`; `of` makes a tree of separate arrays.
         probabilities: float64 [nodes], estimated probability that the whole path down to the node is accepted.
     """
 
-    def __init__(self, rows: Int32, probabilities: NDArray[np.float64]) -> None:
-        self.rows = rows
+    def __init__(self, fields: Int32, probabilities: NDArray[np.float64]) -> None:
+        self.fields = fields
         self.probabilities = probabilities
 
     @classmethod
@@ -48,56 +49,61 @@ class DraftTree:
     ) -> DraftTree:
         """A tree of separate arrays, each [nodes], or one number for all nodes; see the properties of these names."""
         probability = np.atleast_1d(np.asarray(probabilities, np.float64))
-        rows = np.empty((kernels.TREE_ROWS, len(probability)), np.int32)
-        for row, values in enumerate((tokens, parents, depths, sources, positions, match_lengths)):
-            rows[row] = values
-        return cls(rows, probability)
+        fields = np.empty((kernels.TREE_FIELDS, len(probability)), np.int32)
+        for field, values in enumerate((tokens, parents, depths, sources, positions, match_lengths)):
+            fields[field] = values
+        return cls(fields, probability)
 
     @classmethod
     def empty(cls) -> DraftTree:
         """A tree of the root alone."""
-        return cls(np.zeros((kernels.TREE_ROWS, 0), np.int32), np.zeros(0))
+        return cls(np.zeros((kernels.TREE_FIELDS, 0), np.int32), np.zeros(0))
 
     @classmethod
     def from_chain(cls, tokens: Sequence[int], probability: float = 0.5) -> DraftTree:
-        """A tree without branches, each token taken to follow the one before it with that probability."""
+        """A tree without branches.
+
+        Args:
+            tokens: The tokens of the path.
+            probability: Of each token, given those before.
+        """
         depths = np.arange(1, len(tokens) + 1)
         return cls.of(tokens, depths - 2, depths, probability**depths)
 
     @property
     def tokens(self) -> Int32:
         """int32 [nodes]."""
-        row: Int32 = self.rows[kernels.TOKEN]
+        row: Int32 = self.fields[kernels.TOKEN]
         return row
 
     @property
     def parents(self) -> Int32:
         """int32 [nodes], the parent's index, -1: the root. A parent comes before its children."""
-        row: Int32 = self.rows[kernels.PARENT]
+        row: Int32 = self.fields[kernels.PARENT]
         return row
 
     @property
     def depths(self) -> Int32:
         """int32 [nodes], 1 for the root's children."""
-        row: Int32 = self.rows[kernels.DEPTH]
+        row: Int32 = self.fields[kernels.DEPTH]
         return row
 
     @property
     def sources(self) -> Int32:
         """int32 [nodes], index into `SOURCES` of the corpus that the node was copied from."""
-        row: Int32 = self.rows[kernels.SOURCE]
+        row: Int32 = self.fields[kernels.SOURCE]
         return row
 
     @property
     def positions(self) -> Int32:
-        """int32 [nodes], where in that corpus the node's token stands (by the longest match); -1 of a successor."""
-        row: Int32 = self.rows[kernels.POSITION]
+        """int32 [nodes], position of the node's token in that corpus, by the longest match; -1 of a successor."""
+        row: Int32 = self.fields[kernels.POSITION]
         return row
 
     @property
     def match_lengths(self) -> Int32:
         """int32 [nodes], how many tokens before it agree with the path and the sequence."""
-        row: Int32 = self.rows[kernels.MATCH_LENGTH]
+        row: Int32 = self.fields[kernels.MATCH_LENGTH]
         return row
 
     def __len__(self) -> int:
@@ -106,16 +112,16 @@ class DraftTree:
     @cached_property
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """bool [nodes + 1, nodes + 1]: which nodes each node sees; row and column 0 are the root."""
-        mask: NDArray[np.bool_] = kernels.ancestor_mask(self.parents)
+        mask: NDArray[np.bool_] = shape.ancestor_mask(self.parents)
         return mask
 
     @cached_property
     def paths(self) -> Int32:
-        """int32 [nodes + 1, deepest + 1]: the rows from the root to each row, itself included; row 0 is the root.
+        """int32 [nodes + 1, deepest + 1]: row i + 1 has the path from the root to node i, as nodes + 1; 0 is the root.
 
-        A row's path has as many entries as its depth plus one; what follows means nothing.
+        A path has as many entries as the node's depth plus one; entries behind it are undefined.
         """
-        paths: Int32 = kernels.paths(self.parents, self.depths)
+        paths: Int32 = shape.paths(self.parents, self.depths)
         return paths
 
     @cached_property
@@ -145,18 +151,18 @@ class DraftTree:
             if parent == at:
                 kept.append(node)
                 at = node
-        rows = self.rows[:, kept]
-        rows[kernels.PARENT] = np.arange(-1, len(kept) - 1)
-        return DraftTree(rows, self.probabilities[kept])
+        fields = self.fields[:, kept]
+        fields[kernels.PARENT] = np.arange(-1, len(kept) - 1)
+        return DraftTree(fields, self.probabilities[kept])
 
     def head(self, nodes: int) -> DraftTree:
         """The best tree of at most `nodes` nodes."""
         if nodes >= len(self):
             return self
-        return DraftTree(self.rows[:, :nodes], self.probabilities[:nodes])
+        return DraftTree(self.fields[:, :nodes], self.probabilities[:nodes])
 
     def check(self) -> None:
-        """Prove the invariants.
+        """Check the invariants.
 
         Raises:
             ValueError: One of them does not hold; the message names the node.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from reader_rag.config import DatastoreConfig
 from reader_rag.datastore import Datastore
 from reader_rag.draft.profile import fingerprint
-from reader_rag.draft.tree_builder import StoredArrays
+from reader_rag.draft.tree_builder import DatastoreCandidates
 from reader_rag.errors import DatastoreError
 
 _log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class RequestLookup:
         for cursor in self._cursors:
             cursor.extend(tokens)
 
-    def look_up(self) -> StoredArrays:
+    def look_up(self) -> DatastoreCandidates:
         """What followed text like the end of the request's, for `TreeBuilder.build`."""
         found = size = 0
         for cursor in self._cursors:
@@ -238,7 +238,7 @@ class RequestLookup:
                 self._places[:, found : found + count] = cursor.places
                 self._places[0, found : found + count] += size
                 found, size = found + count, size + len(tokens)
-        return self._tokens, size, self._places, found
+        return DatastoreCandidates(self._tokens, size, self._places, found)
 
     def accepted(self, position: int) -> None:
         """A token of the last lookup was accepted; it stands at `position` of the arrays."""

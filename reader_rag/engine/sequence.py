@@ -19,8 +19,8 @@ import torch
 
 from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.draft.context_index import ContextIndex
-from reader_rag.draft.tree import SOURCES, STORED, SUCCESSOR, DraftTree
-from reader_rag.draft.tree_builder import NOTHING_STORED, TreeBuilder
+from reader_rag.draft.tree import DATASTORE, SOURCES, SUCCESSOR, DraftTree
+from reader_rag.draft.tree_builder import NO_CANDIDATES, TreeBuilder
 from reader_rag.engine.detokenizer import Detokenizer
 from reader_rag.engine.draft_state import DraftState
 from reader_rag.engine.outputs import (
@@ -145,9 +145,9 @@ class DecodeSequence:
         return self._state.cache
 
     @property
-    def luck(self) -> float:
-        """See `TreeBuilder.luck`."""
-        return 1.0 if self._state is None else self._state.builder.luck
+    def acceptance_ratio(self) -> float:
+        """See `TreeBuilder.acceptance_ratio`."""
+        return 1.0 if self._state is None else self._state.builder.acceptance_ratio
 
     @property
     def drafts(self) -> bool:
@@ -414,7 +414,7 @@ class _State:
             max_depth=draft.max_depth,
             min_probability=draft.min_probability,
             max_occurrences=draft.max_occurrences,
-            max_stored=0 if recall is None else 2 * recall.config.max_places,
+            max_candidates=0 if recall is None else 2 * recall.config.max_places,
             successors=learned.successors,
             calibration=learned.calibration,
         )
@@ -452,14 +452,14 @@ class _State:
 
     def draft(self, depth: int) -> DraftTree:
         """The best tree of all sources, no path of it longer than `depth`."""
-        stored = NOTHING_STORED
+        candidates = NO_CANDIDATES
         if self._recollection is not None:
             try:
-                stored = self._recollection.look_up()
+                candidates = self._recollection.look_up()
             except (DatastoreError, OSError):
                 _log.exception("the datastore cannot be searched any more: this answer is drafted without it")
                 self._recollection = None
-        return self.builder.build(self.index, stored=stored, max_depth=depth)
+        return self.builder.build(self.index, candidates=candidates, max_depth=depth)
 
     @property
     def learns(self) -> bool:
@@ -506,16 +506,16 @@ class _State:
     def copied(self, tree: DraftTree, node: int, token: int) -> str:
         """Note where an accepted node came from; returns its source's name."""
         source, position = int(tree.sources[node]), int(tree.positions[node])
-        if source == STORED:
+        if source == DATASTORE:
             # An earlier answer may have copied it from what this prompt has, too.
-            place = self.index.goes_on_with(token, _LEAST_COPY)
+            place = self.index.find_copy(token, _LEAST_COPY)
             if place is None:
                 self.provenance.undrafted(token)
             else:
                 self.provenance.drafted(*place)
             if self._recollection is not None:
                 self._recollection.accepted(position)
-            return SOURCES[STORED]
+            return SOURCES[DATASTORE]
         if source == SUCCESSOR:
             self.provenance.undrafted(token)
             return SOURCES[SUCCESSOR]

@@ -90,7 +90,7 @@ def _within_budget(engine: Engine, trees: dict[DecodeSequence, DraftTree]) -> di
             sizes += costs.best_sizes(
                 [trees[request] for request in group],
                 [request.cache.length for request in group],
-                [request.luck for request in group],
+                [request.acceptance_ratio for request in group],
                 padded=engine.target.pads,
             )
     heads = {}

@@ -178,7 +178,7 @@ class StepCosts:
         self,
         trees: Sequence[DraftTree],
         contexts: Sequence[int],
-        lucks: Sequence[float] | None = None,
+        acceptance_ratios: Sequence[float] | None = None,
         *,
         padded: bool = False,
     ) -> list[int]:
@@ -191,7 +191,7 @@ class StepCosts:
         Args:
             trees: What was drafted, for each text one; at least one.
             contexts: Committed positions of each.
-            lucks: How much rarer than estimated drafts have lately been right (`TreeBuilder.luck`), for each token.
+            acceptance_ratios: Of each tree's sequence, accepted over expected tokens of its last drafts, in 0..1.
             padded: Whether every text takes as many positions as the largest tree.
 
         Returns:
@@ -202,10 +202,10 @@ class StepCosts:
         depths = np.concatenate([tree.depths for tree in trees])
         stops = np.cumsum([len(tree) for tree in trees])
         owners = np.empty(len(depths), np.int32)
-        fortunes = np.ones(texts) if lucks is None else np.array(lucks)
+        ratios = np.ones(texts) if acceptance_ratios is None else np.array(acceptance_ratios)
         times = self.seconds(sum(contexts) // texts)
         # No least gain: costs are learned from the steps, so that what does not pay is found out.
-        size, most = kernels.rank(probabilities, depths, stops, fortunes, padded, times, 0.0, owners)
+        size, most = kernels.rank(probabilities, depths, stops, ratios, padded, times, 0.0, owners)
         nodes = np.bincount(owners[: self._tried(size, most, texts)], minlength=texts)
         if padded:
             return [min(len(tree), int(nodes.max())) for tree in trees]

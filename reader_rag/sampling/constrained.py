@@ -372,8 +372,8 @@ class _Shaping:
         place = np.full(len(found) + 1, -1, np.int32)  # the last: of the root, -1
         place[order] = np.arange(len(order))
         tokens, parents, depths, drafted = np.array(found, np.int32)[order].T
-        undrafted = np.zeros((kernels.TREE_ROWS, 2), np.int32)
+        undrafted = np.zeros((kernels.TREE_FIELDS, 2), np.int32)
         undrafted[kernels.SOURCE], undrafted[kernels.POSITION] = SUCCESSOR, -1
-        rows = np.concatenate([self._tree.rows, undrafted], axis=1)[:, drafted]
-        rows[kernels.TOKEN], rows[kernels.PARENT], rows[kernels.DEPTH] = tokens, place[parents], depths
-        return DraftTree(rows, probability[order])
+        fields = np.concatenate([self._tree.fields, undrafted], axis=1)[:, drafted]
+        fields[kernels.TOKEN], fields[kernels.PARENT], fields[kernels.DEPTH] = tokens, place[parents], depths
+        return DraftTree(fields, probability[order])

@@ -42,6 +42,8 @@ RENAMED = {
     "GenerationConfig": "SamplingParams",
     "RecallConfig": "DatastoreConfig",
     "Asked": "Request",
+    "Place": "Occurrence",
+    "StoredTexts": "DatastoreSearch",
     "Wishes": "RequestOptions",
 }
 """Old name of a class to its new one."""

@@ -10,7 +10,7 @@ import pytest
 from reader_rag.bench.inputs import Trace, TracePassage
 from reader_rag.bench.replay.explain import explain
 from reader_rag.bench.replay.replayer import ReplayConfig, Replayer, Step, Tally
-from reader_rag.draft import SOURCES, DraftTree, Place
+from reader_rag.draft import SOURCES, DraftTree, Occurrence
 
 CONTEXT, PASSAGE, SUCCESSOR = (SOURCES.index(name) for name in ("context", "passage", "successor"))
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -47,7 +47,7 @@ def origins(trace: Trace, *steps: Step) -> list[str]:
     return [line.removeprefix("  = ") for line in told(trace, *steps) if line.startswith("  = ")]
 
 
-def copied(text: str, source: int, places: Sequence[Place | None]) -> Step:
+def copied(text: str, source: int, places: Sequence[Occurrence | None]) -> Step:
     """A step that drafted these tokens and all of them rightly."""
     tree = chain(text, [source] * len(text), [place.position if place else -1 for place in places])
     return Step(0, tree, tuple(range(len(text))), ids(text), tuple(places))
@@ -65,7 +65,7 @@ def test_a_step_is_told_in_a_line_then_its_tree_then_where_the_accepted_tokens_c
         np.array([1, 2, 2, 3], np.int32),
     )
     trace = Trace("t", "a", ids("kabcda"), ids("bce"))
-    step = Step(0, tree, (0, 1), ids("bce"), (Place(None, 2), Place(None, 3)))
+    step = Step(0, tree, (0, 1), ids("bce"), (Occurrence(None, 2), Occurrence(None, 3)))
     # 0.6 + 0.4 + 0.25 + 0.125 = 1.375: an even last digit is rounded to.
     assert told(trace, step) == [
         "step 1, token 0: 2 of 4 drafted tokens accepted (1.38 expected), 3 emitted: 'bce'",
@@ -94,20 +94,20 @@ def test_steps_are_numbered_and_named_by_the_place_of_their_first_token_in_the_a
 
 def test_four_tokens_are_shown_on_either_side_of_what_was_copied() -> None:
     trace = Trace("t", "a", ids("abcdefghijklmnop"), ids("gh"))
-    step = copied("gh", CONTEXT, [Place(None, 6), Place(None, 7)])
+    step = copied("gh", CONTEXT, [Occurrence(None, 6), Occurrence(None, 7)])
     assert origins(trace, step) == ["'gh': context, tokens 6 to 7 of the prompt: 'cdef' [...] 'ijkl'"]
 
 
 def test_what_was_copied_from_the_answer_itself_is_called_so() -> None:
     # The text: a b | c d e c d e; the answer begins at position 2.
     trace = Trace("t", "a", ids("ab"), ids("cdecde"))
-    step = copied("de", CONTEXT, [Place(None, 3), Place(None, 4)])
+    step = copied("de", CONTEXT, [Occurrence(None, 3), Occurrence(None, 4)])
     assert origins(trace, step) == ["'de': context, tokens 3 to 4 (its own answer): 'abc' [...] 'cde'"]
 
 
 def test_what_was_copied_from_a_marked_passage_names_it() -> None:
     trace = Trace("t", "a", ids("xabcy"), ids("bc"), (TracePassage("some file", 1, 4),))
-    step = copied("bc", CONTEXT, [Place("some file", 2), Place("some file", 3)])
+    step = copied("bc", CONTEXT, [Occurrence("some file", 2), Occurrence("some file", 3)])
     assert origins(trace, step) == ["'bc': context, passage some file, tokens 2 to 3 of the prompt: 'xa' [...] 'ybc'"]
 
 
@@ -115,7 +115,7 @@ def test_what_was_copied_from_a_passage_beside_the_prompt_is_shown_in_that_passa
     # The passage is longer than the prompt, so that the prompt cannot be what is shown.
     passages = (TracePassage("p", tokens=ids("mn")), TracePassage("q", tokens=ids("hijklmno")))
     trace = Trace("t", "a", ids("x"), ids("kl"), passages)
-    step = copied("kl", PASSAGE, [Place("q", 3, apart=True), Place("q", 4, apart=True)])
+    step = copied("kl", PASSAGE, [Occurrence("q", 3, apart=True), Occurrence("q", 4, apart=True)])
     assert origins(trace, step) == ["'kl': passage, passage q, tokens 3 to 4: 'hij' [...] 'mno'"]
 
 
@@ -130,16 +130,16 @@ def test_a_token_that_was_not_copied_is_a_successor() -> None:
     ("places", "stretches"),
     [
         # One unbroken stretch; a gap; backwards; another passage; a successor between copies.
-        ([Place(None, 1), Place(None, 2), Place(None, 3)], ["bcd"]),
-        ([Place(None, 1), Place(None, 3), Place(None, 4)], ["b", "cd"]),
-        ([Place(None, 3), Place(None, 2), Place(None, 2)], ["b", "c", "d"]),
-        ([Place("p", 1), Place("p", 2), Place("q", 3)], ["bc", "d"]),
-        ([Place("p", 1), Place("p", 2, apart=True), Place("p", 3, apart=True)], ["b", "cd"]),
-        ([Place(None, 1), None, Place(None, 3)], ["b", "c", "d"]),
-        ([None, None, Place(None, 3)], ["bc", "d"]),
+        ([Occurrence(None, 1), Occurrence(None, 2), Occurrence(None, 3)], ["bcd"]),
+        ([Occurrence(None, 1), Occurrence(None, 3), Occurrence(None, 4)], ["b", "cd"]),
+        ([Occurrence(None, 3), Occurrence(None, 2), Occurrence(None, 2)], ["b", "c", "d"]),
+        ([Occurrence("p", 1), Occurrence("p", 2), Occurrence("q", 3)], ["bc", "d"]),
+        ([Occurrence("p", 1), Occurrence("p", 2, apart=True), Occurrence("p", 3, apart=True)], ["b", "cd"]),
+        ([Occurrence(None, 1), None, Occurrence(None, 3)], ["b", "c", "d"]),
+        ([None, None, Occurrence(None, 3)], ["bc", "d"]),
     ],
 )
-def test_each_unbroken_stretch_has_a_line(places: list[Place | None], stretches: list[str]) -> None:
+def test_each_unbroken_stretch_has_a_line(places: list[Occurrence | None], stretches: list[str]) -> None:
     passages = (TracePassage("p", tokens=ids("abcde")),)
     trace = Trace("t", "a", ids("abcde"), ids("bcd"), passages)
     lines = origins(trace, copied("bcd", CONTEXT, places))
@@ -149,7 +149,7 @@ def test_each_unbroken_stretch_has_a_line(places: list[Place | None], stretches:
 def test_tokens_that_were_not_accepted_have_no_origin() -> None:
     trace = Trace("t", "a", ids("abca"), ids("bx"))
     tree = chain("bc", [CONTEXT, CONTEXT], [1, 2])
-    step = Step(0, tree, (0,), ids("bx"), (Place(None, 1),))
+    step = Step(0, tree, (0,), ids("bx"), (Occurrence(None, 1),))
     assert origins(trace, step) == ["'b': context, tokens 1 to 1 of the prompt: 'a' [...] 'cabx'"]
 
 

@@ -17,7 +17,7 @@ from reader_rag.bench.replay.commands import reliability
 from reader_rag.bench.replay.replayer import BINS, Tally
 from reader_rag.cli.main import app
 from reader_rag.draft import Calibration
-from reader_rag.draft.kernels import tree as kernels
+from reader_rag.draft.kernels import cells as kernels
 from reader_rag.draft.profile import Profile
 
 COPYING = {"id": "copying", "category": "rag", "prompt": [1, 2, 3, 4, 1], "output": [2, 3, 4, 1, 2, 9]}

@@ -23,7 +23,7 @@ from reader_rag.bench.replay.replayer import (
     read_best,
     replay,
 )
-from reader_rag.draft import Calibration, DraftTree, Place
+from reader_rag.draft import Calibration, DraftTree, Occurrence
 from reader_rag.draft.profile import Profile
 from reader_rag.errors import ConfigError
 
@@ -129,7 +129,7 @@ def test_a_step_emits_what_is_copied_rightly_and_one_token_more() -> None:
     assert drafted(steps[0]) == [2, 3, 4, 1]
     # From position 2 to the end: the path agrees with position 6, whose text ends after four tokens, and goes on.
     assert drafted(steps[1]) == [3, 4, 1, 2, 3, 4, 1, 2]
-    assert steps[0].places == tuple(Place(None, at) for at in (1, 2, 3, 4))
+    assert steps[0].places == tuple(Occurrence(None, at) for at in (1, 2, 3, 4))
     assert (tally.prompts, tally.tokens, tally.steps, tally.drafted) == (1, 6, 2, 12)
     assert tally.accepted == {"context": 4}
     assert tally.mat == 3.0
@@ -161,7 +161,7 @@ def test_an_answer_copies_from_itself() -> None:
     # Nothing repeats before the second 5; then 6 7 stand behind the first.  5 | 6 | 7 | 5 | 6 7 8
     steps, _ = run(trace((1,), (5, 6, 7, 5, 6, 7, 8)), COPIES)
     assert emitted(steps) == [(5,), (6,), (7,), (5,), (6, 7, 8)]
-    assert steps[-1].places == (Place(None, 2), Place(None, 3))
+    assert steps[-1].places == (Occurrence(None, 2), Occurrence(None, 3))
 
 
 def test_a_category_divides_all_its_tokens_by_all_its_steps() -> None:
@@ -189,7 +189,7 @@ def test_marked_passages_are_named_where_tokens_are_copied_from_them() -> None:
     held = trace((9, 1, 2, 3, 4, 8, 1), (2, 3, 4, 7), (TracePassage("p", 0, 3), TracePassage("q", 3, 5)))
     steps, tally = run(held, COPIES)
     assert emitted(steps) == [(2, 3, 4, 7)]
-    assert steps[0].places == (Place("p", 2), Place("q", 3), Place("q", 4))
+    assert steps[0].places == (Occurrence("p", 2), Occurrence("q", 3), Occurrence("q", 4))
     assert tally.accepted == {"context": 3}
 
 
@@ -197,7 +197,7 @@ def test_passages_that_the_prompt_does_not_contain_are_searched_as_texts_of_thei
     held = trace((9, 1), (2, 3, 7), (TracePassage("p", tokens=(6, 5)), TracePassage("q", tokens=(4, 1, 2, 3))))
     steps, tally = run(held, COPIES)
     assert emitted(steps) == [(2, 3, 7)]
-    assert steps[0].places == (Place("q", 2, apart=True), Place("q", 3, apart=True))
+    assert steps[0].places == (Occurrence("q", 2, apart=True), Occurrence("q", 3, apart=True))
     assert tally.accepted == {"passage": 2}
     # Not where only the target's own next tokens are asked for.
     assert emitted(run(held, SUCCESSORS, rows(held, {}))[0]) == [(2,), (3,), (7,)]
@@ -300,7 +300,7 @@ def test_a_successor_goes_on_where_a_copy_is_right_up_to_it() -> None:
     steps, tally = run(MIXED, BOTH, MIXED_ROWS)
     assert emitted(steps) == [(8, 5, 6)]
     assert tally.accepted == {"context": 1, "successor": 1}
-    assert steps[0].places == (Place(None, 1), None)
+    assert steps[0].places == (Occurrence(None, 1), None)
 
 
 @pytest.mark.parametrize("sources", [("context", "successor"), ("successor", "context")])
@@ -314,7 +314,7 @@ def test_without_merging_each_source_drafts_a_tree_of_its_own_and_the_better_one
     assert emitted(steps) == [(8, 5), (6,)]
     assert tally.accepted == {"context": 1}
     assert tally.drafted == 3 + 1
-    assert steps[0].places == (Place(None, 1),)
+    assert steps[0].places == (Occurrence(None, 1),)
 
 
 def test_without_merging_each_source_has_an_equal_part_of_the_nodes() -> None:
@@ -335,8 +335,8 @@ def test_without_merging_what_is_copied_from_passages_is_still_located(sources: 
     marked, apart = TracePassage("m", 0, 2), TracePassage("s", tokens=(4, 1, 2, 3))
     config = ReplayConfig(sources=sources, calibrates=False, merges=False)
     for held, places in (
-        (trace((9, 1), (2, 3, 7), (apart,)), (Place("s", 2, apart=True), Place("s", 3, apart=True))),
-        (trace((1, 2, 9, 1), (2, 7), (marked,)), (Place("m", 1),)),
+        (trace((9, 1), (2, 3, 7), (apart,)), (Occurrence("s", 2, apart=True), Occurrence("s", 3, apart=True))),
+        (trace((1, 2, 9, 1), (2, 7), (marked,)), (Occurrence("m", 1),)),
     ):
         steps, _ = run(held, config, rows(held, {}))
         assert steps[0].places == places

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from reader_rag.draft import Calibration, Scoring
 from reader_rag.draft import calibration as module
 from reader_rag.draft.calibration import smoothed
-from reader_rag.draft.kernels import tree as kernels
+from reader_rag.draft.kernels import cells as kernels
 
 COPIED = (4, 9, 10, 3, 2)
 """Cells of copied candidates: origin, match length, estimate, listed, agreement."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reader_rag.datastore import Datastore
 from reader_rag.draft import Calibration, ContextIndex, TreeBuilder
-from reader_rag.draft.chains import ChainDrafter, StoredTexts, as_lists
+from reader_rag.draft.chains import ChainDrafter, DatastoreSearch, as_lists
 from reader_rag.draft.kernels.pool import share_out
 from reader_rag.draft.step_table import StepTable
 
@@ -105,7 +105,7 @@ class TestWhatPays:
         assert first == [8, 9, 20]
         assert second == []
 
-    def test_bad_luck_shortens_what_is_verified_and_better_luck_lengthens_it_again(self) -> None:
+    def test_a_low_acceptance_ratio_shortens_what_is_verified_until_it_rises_again(self) -> None:
         costs = StepTable((1,), (0, 8), ((1.0, 1.8),))
         drafter = ChainDrafter(1, 8, costs, threads=1)
         text = [*range(100, 120), *range(100, 103)]
@@ -157,13 +157,13 @@ class TestOtherTexts:
     def test_a_datastore_is_searched_behind_enough_equal_tokens(self, tmp_path: Path) -> None:
         with Datastore.open(tmp_path, vocabulary=100, tokenizer="t") as store:
             store.add("a", [10, 11, 12, 13, 14, 15, 16, 17])
-            stored = StoredTexts(store.view([""]), least=4)
-            drafter = ChainDrafter(2, 3, FREE, stored=stored, threads=1)
+            search = DatastoreSearch(store.view([""]), min_match=4)
+            drafter = ChainDrafter(2, 3, FREE, search=search, threads=1)
             assert drafts(drafter, [[1, 10, 11, 12, 13], [1, 2, 12, 13]]) == [[14, 15, 16], []]
 
     def test_outputs_of_ended_texts_are_drafted_from_only_if_that_is_asked_for(self) -> None:
         for kept, expected in ((0, []), (1000, [7, 8, 9])):
-            drafter = ChainDrafter(1, 3, FREE, max_beside=kept, threads=1)
+            drafter = ChainDrafter(1, 3, FREE, max_ended_tokens=kept, threads=1)
             drafts(drafter, [[1, 2, 6, 7, 8, 9]], came=[4])  # 1 2 is the prompt
             for token in range(100):  # texts that have nothing in common take its place
                 drafts(drafter, [[50 + token]])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reader_rag.draft import ContextIndex, Place
+from reader_rag.draft import ContextIndex, Occurrence
 from reader_rag.draft.kernels.context import BACKWARD_LIMIT
 
 PLENTY = 1024
@@ -222,8 +222,8 @@ def test_the_oldest_passages_go_first_when_the_bound_is_reached() -> None:
     index.add_passage("c", [1, 5])
     assert index.passages.tolist() == [3, 4, -1, 1, 5, -1]
     assert in_passages(index) == [(4, 1)]
-    assert index.locate(1, 1) == Place("b", 1, apart=True)
-    assert index.locate(1, 4) == Place("c", 1, apart=True)
+    assert index.locate(1, 1) == Occurrence("b", 1, apart=True)
+    assert index.locate(1, 4) == Occurrence("c", 1, apart=True)
     index.add_passage("d", [9] * 7)
     assert index.passages.tolist() == [*[9] * 7, -1]
     assert in_passages(index) == []
@@ -273,9 +273,9 @@ def test_marked_passages_and_added_ones_are_located_and_the_rest_belongs_to_none
         *(None, "first", "first", "first"),
         *(None, "second", "second", None),
     ]
-    assert index.locate(0, 6) == Place("second", 6, apart=False)
-    assert index.locate(1, 1) == Place("apart", 1, apart=True)
-    assert index.locate(1, 3) == Place("last", 0, apart=True)
+    assert index.locate(0, 6) == Occurrence("second", 6, apart=False)
+    assert index.locate(1, 1) == Occurrence("apart", 1, apart=True)
+    assert index.locate(1, 3) == Occurrence("last", 0, apart=True)
 
 
 def test_where_marks_overlap_the_first_counts() -> None:

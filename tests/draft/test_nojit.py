@@ -51,7 +51,7 @@ def make_trees() -> dict[str, Any]:
                 "mask": tree.ancestor_mask.tolist(),
                 "paths": tree.paths.tolist(),
                 "after": [table.after(before, token) for before in range(-1, 5) for token in range(6)],
-                "luck": builder.luck,
+                "acceptance ratio": builder.acceptance_ratio,
             }
         )
     return {
@@ -69,7 +69,7 @@ def make_chains(prior: Any) -> list[list[list[int]]]:
     """What a batch of two rows drafts over a few steps."""
     random = np.random.default_rng(8)
     texts = random.integers(0, 4, (2, 60)).astype(np.int32)
-    drafter = ChainDrafter(2, 6, StepTable.assumed("cuda"), max_beside=100, prior=prior, threads=1)
+    drafter = ChainDrafter(2, 6, StepTable.assumed("cuda"), max_ended_tokens=100, prior=prior, threads=1)
     rows, came = np.arange(2), np.full(2, 3)
     steps = (drafter.draft(texts, rows, np.array([n, n + 4]), came, np.full(2, 6)) for n in range(20, 50, 3))
     return [as_lists(*chains) for chains in steps]

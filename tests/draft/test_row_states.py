@@ -136,11 +136,11 @@ def test_of_a_long_text_the_end_is_searched() -> None:
 
 
 def test_memory_for_outputs_beside_the_texts_is_bounded() -> None:
-    batch = Batch(1, max_beside=100)
+    batch = Batch(1, max_ended_tokens=100)
     for number in range(60):
         batch.show([number, *range(200, 209)], came=9)
-        assert batch.states.beside.size <= 100
-    held = batch.states.beside.tokens[: batch.states.beside.size].tolist()
+        assert batch.states.ended.size <= 100
+    held = batch.states.ended.tokens[: batch.states.ended.size].tolist()
     assert len(held) >= 50
     assert held == [*range(200, 209), -1] * (len(held) // 10)
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from reader_rag.draft import Calibration, ContextIndex, DraftTree, Scoring, SuccessorTable, TreeBuilder
-from reader_rag.draft.kernels import tree as kernels
+from reader_rag.draft.kernels import cells as kernels
 from reader_rag.draft.kernels.successors import BEST, RANKS
-from reader_rag.draft.tree import STORED, SUCCESSOR
-from reader_rag.draft.tree_builder import NOTHING_STORED, StoredArrays
+from reader_rag.draft.tree import DATASTORE, SUCCESSOR
+from reader_rag.draft.tree_builder import NO_CANDIDATES, DatastoreCandidates
 
 LINEAR = Scoring(scale=1.0, power=1.0)
 """A place whose match is L tokens long has L votes; "none of them" has one."""
@@ -37,10 +37,10 @@ def build(
     successors: SuccessorTable | None = None,
     calibration: Calibration | None = None,
     scoring: Scoring = LINEAR,
-    stored: StoredArrays = NOTHING_STORED,
+    candidates: DatastoreCandidates = NO_CANDIDATES,
 ) -> DraftTree:
     builder = TreeBuilder(
-        max_stored=stored[3],
+        max_candidates=candidates.found,
         max_nodes=max_nodes,
         max_depth=max_depth,
         min_probability=min_probability,
@@ -48,7 +48,7 @@ def build(
         calibration=calibration or Calibration.blank(learns=False),
         scoring=scoring,
     )
-    tree = builder.build(index, stored=stored)
+    tree = builder.build(index, candidates=candidates)
     tree.check()
     return tree
 
@@ -68,7 +68,7 @@ def make_prior(rows: dict[int, list[int]], size: int) -> NDArray[np.int32]:
 
 
 def same(a: DraftTree, b: DraftTree) -> bool:
-    return np.array_equal(a.rows, b.rows) and np.array_equal(a.probabilities, b.probabilities)
+    return np.array_equal(a.fields, b.fields) and np.array_equal(a.probabilities, b.probabilities)
 
 
 def test_one_place_gives_a_chain_whose_nodes_become_surer_with_every_match() -> None:
@@ -194,7 +194,7 @@ def test_a_tree_does_not_change_when_the_builder_goes_on() -> None:
 def test_an_index_with_more_places_than_the_builder_has_room_for_is_refused() -> None:
     index = ContextIndex([1] * 50, max_occurrences=40)
     with pytest.raises(
-        ValueError, match="40 places in the index and 0 in the datastore are followed, and the builder has room for 20"
+        ValueError, match="40 matches in the index and 0 in the datastore, and the builder has room for 20 and 0"
     ):
         TreeBuilder(max_occurrences=10).build(index)
 
@@ -466,27 +466,27 @@ def test_nothing_is_counted_where_nothing_was_drafted() -> None:
     builder.build(ContextIndex([1, 2, 3]))
     builder.observe([2])
     assert counted(builder.calibration) == {}
-    assert builder.luck == 1.0
+    assert builder.acceptance_ratio == 1.0
 
 
-def test_luck_is_1_at_first_falls_while_nothing_is_accepted_and_recovers() -> None:
+def test_the_acceptance_ratio_is_1_at_first_falls_while_nothing_is_accepted_and_recovers() -> None:
     builder = linear_builder(max_depth=1, learns=True)
     index = ContextIndex([1, 2, 1])
-    assert builder.luck == 1.0
-    falling = [builder.luck]
+    assert builder.acceptance_ratio == 1.0
+    falling = [builder.acceptance_ratio]
     for _ in range(6):
         builder.build(index)
         builder.observe([9])
-        falling.append(builder.luck)
+        falling.append(builder.acceptance_ratio)
     assert falling == sorted(set(falling), reverse=True)
     # Two hits are given in advance; 1/2 was expected, then 1/2 * 4/4.5 and 95 % of what was before.
     assert falling[1] == pytest.approx(2 / 2.5)
     assert falling[2] == pytest.approx(2 / (2 + 0.95 * 0.5 + 0.5 * 4 / 4.5))
-    rising = [builder.luck]
+    rising = [builder.acceptance_ratio]
     for _ in range(6):
         builder.build(index)
         builder.observe([2])
-        rising.append(builder.luck)
+        rising.append(builder.acceptance_ratio)
     assert rising == sorted(rising)
     assert rising[-1] == 1.0
 
@@ -555,12 +555,12 @@ class Drafting:
     table: SuccessorTable
     calibration: Calibration
     scoring: Scoring
-    stored: StoredArrays
+    candidates: DatastoreCandidates
 
     def build(self, *, max_nodes: int = 64, max_depth: int = 40, min_probability: float = 0.0) -> DraftTree:
         return build(
             self.index,
-            stored=self.stored,
+            candidates=self.candidates,
             max_nodes=max_nodes,
             max_depth=max_depth,
             min_probability=min_probability,
@@ -589,10 +589,10 @@ class Drafting:
 
     def children(self, path: Sequence[int]) -> dict[int, Child]:
         """All children of a path from the root, in the order in which equally probable ones are drafted."""
-        corpora = (self.index.sequence.tolist(), self.index.passages.tolist(), self.stored[0].tolist())
+        corpora = (self.index.sequence.tolist(), self.index.passages.tolist(), self.candidates.tokens.tolist())
         members = [(0, *place) for place in self.index.sequence_matches.T.tolist()]
         members += [(1, *place) for place in self.index.passage_matches.T.tolist()]
-        members += [(2, *place) for place in self.stored[2].T.tolist()]
+        members += [(2, *place) for place in self.candidates.matches.T.tolist()]
         depth = len(path)
         groups: dict[int, list[tuple[int, int, int]]] = {}
         for source, position, length in members:
@@ -669,8 +669,8 @@ def ready(case: Case) -> Drafting:
     places[0] = np.cumsum([0, *map(len, behind)])[:-1]
     places[1] = [length for length, _ in case.stored]
     tokens = np.array([token for text in behind for token in text], np.int32)
-    stored = (tokens, len(tokens), places, len(behind))
-    return Drafting(index, len(case.prompt), table, calibration, case.scoring, stored)
+    candidates = DatastoreCandidates(tokens, len(tokens), places, len(behind))
+    return Drafting(index, len(case.prompt), table, calibration, case.scoring, candidates)
 
 
 def texts(least: int, most: int) -> st.SearchStrategy[list[int]]:
@@ -774,15 +774,15 @@ def test_a_smaller_tree_is_the_head_of_a_larger_one(case: Case, small: int, more
 @given(cases)
 def test_every_copied_node_names_a_true_place_with_a_true_match(case: Case) -> None:
     drafting = ready(case)
-    corpora = (drafting.index.sequence.tolist(), drafting.index.passages.tolist(), drafting.stored[0].tolist())
-    stored = dict(drafting.stored[2].T.tolist())
+    corpora = (drafting.index.sequence.tolist(), drafting.index.passages.tolist(), drafting.candidates.tokens.tolist())
+    stored = dict(drafting.candidates.matches.T.tolist())
     for path, (source, position, length) in path_table(drafting.build()).items():
         if source == SUCCESSOR:
             assert position == -1
             continue
         corpus, so_far = corpora[source], [*corpora[0], *path]
         assert corpus[position] == path[-1]
-        if source == STORED:  # what stands before is the datastore's to know
+        if source == DATASTORE:  # what stands before is the datastore's to know
             start = position + 1 - len(path)
             assert (corpus[start : position + 1], length) == (list(path), stored[start] + len(path) - 1)
             continue
@@ -830,4 +830,4 @@ def test_hits_and_expected_hits_are_those_of_all_children_of_accepted_nodes(
     hits, expected = drafting.calibration.counts[: kernels.RATES]
     assert np.allclose(drafting.calibration.counts[kernels.RATES], np.clip(hits / expected, 0.25, 4.0))
     fresh = (len([path for path in asked if list(path) == tokens[: len(path)]]) + 2) / (sum(chances) + 2)
-    assert builder.luck == pytest.approx(min(fresh, 1.0))
+    assert builder.acceptance_ratio == pytest.approx(min(fresh, 1.0))

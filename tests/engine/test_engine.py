@@ -207,7 +207,7 @@ def test_nothing_is_drafted_beyond_the_last_token(engine: Engine) -> None:
 def test_drafts_that_do_not_pay_are_not_verified(letters: PreTrainedTokenizerFast) -> None:
     class NothingPays(EverythingPays):
         def best_sizes(
-            self, trees: Sequence[Sized], contexts: Sequence[int], lucks: Sequence[float], *, padded: bool
+            self, trees: Sequence[Sized], contexts: Sequence[int], acceptance_ratios: Sequence[float], *, padded: bool
         ) -> list[int]:
             return [0] * len(trees)
 

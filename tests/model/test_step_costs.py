@@ -28,8 +28,8 @@ def _chain(*probabilities: float) -> DraftTree:
     )
 
 
-def _best_size(costs: StepCosts, tree: DraftTree, context: int = 0, luck: float = 1.0) -> int:
-    (size,) = costs.best_sizes([tree], [context], [luck])
+def _best_size(costs: StepCosts, tree: DraftTree, context: int = 0, acceptance_ratio: float = 1.0) -> int:
+    (size,) = costs.best_sizes([tree], [context], [acceptance_ratio])
     return size
 
 
@@ -55,12 +55,12 @@ def test_a_long_text_makes_wide_steps_dear() -> None:
     assert _best_size(costs, tree, context=2000) == 0
 
 
-def test_bad_luck_makes_trees_smaller() -> None:
+def test_a_low_acceptance_ratio_makes_trees_smaller() -> None:
     costs = StepCosts([1, 2, 3], [1.0, 1.2, 1.4])
     tree = _chain(0.6, 0.4)
     assert _best_size(costs, tree) == 2
-    assert _best_size(costs, tree, luck=0.5) == 1  # 0.3, then 0.4 * 0.25
-    assert _best_size(costs, tree, luck=0.1) == 0
+    assert _best_size(costs, tree, acceptance_ratio=0.5) == 1  # 0.3, then 0.4 * 0.25
+    assert _best_size(costs, tree, acceptance_ratio=0.1) == 0
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_the_nodes_of_several_texts_are_one_pool() -> None:
     cheap = StepCosts([1, 3, 12], [1.0, 1.0, 1.5])
     assert cheap.best_sizes([wild, sure, likely], [0, 0, 0]) == [0, 3, 2]
     assert cheap.best_sizes([wild, sure, DraftTree.empty()], [0, 0, 0]) == [0, 3, 0]
-    # Bad luck tells against deep nodes; what lies behind them in their tree waits too.
+    # A low ratio lowers deep nodes most; what comes after them in their tree waits too.
     assert cheap.best_sizes([wild, sure, likely], [0, 0, 0], [1.0, 1.0, 0.2]) == [0, 3, 0]
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from reader_rag.bench.datastore.texts import texts
 from reader_rag.datastore import Datastore, DatastoreSettings, View
 from reader_rag.draft import ContextIndex, TreeBuilder
+from reader_rag.draft.tree_builder import DatastoreCandidates
 from reader_rag.model.registry import DEFAULT_MODEL, resolve_model
 
 _HELD_OUT = 100
@@ -166,7 +167,7 @@ def draft(view: View, contexts: NDArray[np.int32]) -> list[float]:
         Microseconds of a step: one token, the search, the tree of up to 64 nodes.
     """
     cursor = view.cursor()
-    builder = TreeBuilder(max_nodes=_NODES, max_stored=cursor.all_places.shape[1])
+    builder = TreeBuilder(max_nodes=_NODES, max_candidates=cursor.all_places.shape[1])
     times = []
     for context in contexts:
         index = ContextIndex(context[:-1], reserve=1)
@@ -176,7 +177,8 @@ def draft(view: View, contexts: NDArray[np.int32]) -> list[float]:
         index.extend(last)
         cursor.extend(last)
         cursor.collect()
-        builder.build(index, stored=(cursor.tokens, len(cursor.tokens), cursor.all_places, cursor.found))
+        candidates = DatastoreCandidates(cursor.tokens, len(cursor.tokens), cursor.all_places, cursor.found)
+        builder.build(index, candidates=candidates)
         times.append(1e6 * (time.perf_counter() - started))
     return times
 

@@ -13,7 +13,7 @@ from reader_rag.bench.replay.recall import answers_in_datastore, halves
 from reader_rag.bench.replay.replayer import KNOWN_SOURCES, Best, ReplayConfig, replay
 from reader_rag.draft import Calibration
 from reader_rag.draft.calibration import smoothed
-from reader_rag.draft.kernels import tree as kernels
+from reader_rag.draft.kernels import cells as kernels
 from reader_rag.draft.profile import Profile
 from reader_rag.errors import ConfigError
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from reader_rag.bench.inputs import Trace
 from reader_rag.bench.replay.replayer import Step
-from reader_rag.draft import SOURCES, Place
+from reader_rag.draft import SOURCES, Occurrence
 
 _AROUND = 4
 """Tokens shown before and behind a copied stretch."""
@@ -53,13 +53,13 @@ def _origins(trace: Trace, step: Step, show: Callable[[Sequence[int]], str]) -> 
         start = end
 
 
-def _goes_on(place: Place | None, following: Place | None) -> bool:
+def _goes_on(place: Occurrence | None, following: Occurrence | None) -> bool:
     if place is None or following is None:
         return place is following
     return following == replace(place, position=place.position + 1)
 
 
-def _where(trace: Trace, first: Place, last: Place, show: Callable[[Sequence[int]], str]) -> str:
+def _where(trace: Trace, first: Occurrence, last: Occurrence, show: Callable[[Sequence[int]], str]) -> str:
     apart = (held for held in trace.passages if first.apart and held.stop is None and held.id == first.passage_id)
     text = next((held.tokens for held in apart), None)
     where = f"tokens {first.position} to {last.position}"

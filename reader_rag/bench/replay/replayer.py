@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from reader_rag.bench.inputs import Trace
 from reader_rag.config import DatastoreConfig
 from reader_rag.datastore import Datastore
-from reader_rag.draft import SOURCES, Calibration, ContextIndex, DraftTree, Place, SuccessorTable, TreeBuilder
+from reader_rag.draft import SOURCES, Calibration, ContextIndex, DraftTree, Occurrence, SuccessorTable, TreeBuilder
 from reader_rag.draft.profile import Profile
-from reader_rag.draft.tree import STORED, SUCCESSOR
-from reader_rag.draft.tree_builder import NOTHING_STORED
+from reader_rag.draft.tree import DATASTORE, SUCCESSOR
+from reader_rag.draft.tree_builder import NO_CANDIDATES
 from reader_rag.engine.datastore_lookup import RequestLookup
 from reader_rag.errors import ConfigError
 
@@ -144,7 +144,7 @@ class Step:
     tree: DraftTree
     path: tuple[int, ...]
     emitted: tuple[int, ...]
-    places: tuple[Place | None, ...]
+    places: tuple[Occurrence | None, ...]
 
 
 class Replayer:
@@ -216,7 +216,7 @@ class Replayer:
             tally.drafted += sum(len(tree) for tree in trees)
             places = tuple(
                 index.locate(int(tree.sources[node]), int(tree.positions[node]))
-                if tree.sources[node] not in (STORED, SUCCESSOR)
+                if tree.sources[node] not in (DATASTORE, SUCCESSOR)
                 else None
                 for node in path
             )
@@ -243,7 +243,7 @@ class Replayer:
                 max_nodes=max(self.config.nodes // max(len(together), 1), 1),
                 min_probability=self.config.min_probability,
                 max_occurrences=256 if "context" in sources else 1,
-                max_stored=2 * _RECALL.max_places,
+                max_candidates=2 * _RECALL.max_places,
                 successors=self.successors if "successor" in sources else nothing,
                 calibration=self.calibration,
             )
@@ -271,8 +271,8 @@ class _Drafter:
     recollection: RequestLookup | None
 
     def build(self) -> DraftTree:
-        stored = NOTHING_STORED if self.recollection is None else self.recollection.look_up()
-        return self.builder.build(self.index, stored=stored)
+        candidates = NO_CANDIDATES if self.recollection is None else self.recollection.look_up()
+        return self.builder.build(self.index, candidates=candidates)
 
     def follow(self, tokens: Sequence[int]) -> None:
         self.builder.observe(tokens)

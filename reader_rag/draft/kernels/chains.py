@@ -1,7 +1,7 @@
-"""The loops that draft chains: one continuation for each text, the most probable token at each place.
+"""Loops that draft chains, in numba: one continuation for each sequence, the most probable token at each position.
 
-A chain is what an engine can verify that takes no tree. The children of a place and their probabilities are found as
-for trees (see `tree_kernels`). Growing a tree best first and keeping its first branch would spend the nodes on branches
+A chain is what an engine verifies that takes no tree. The children of a node and their probabilities are found as
+for trees (see `kernels.tree`). Growing a tree best first and keeping its first branch would spend the nodes on branches
 that are thrown away.
 """
 
@@ -9,17 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
 from reader_rag.datastore.kernels import LONGEST, collect
-from reader_rag.draft.kernels.rows import (
-    BESIDE,
-    DRAFTED,
-    FOLLOWED,
-    PROMPT,
-    SIZE,
-    tokens_of,
-)
+from reader_rag.draft.kernels.arrays import Chain, Corpora, Estimator, Node, RowArrays, RowCandidates
+from reader_rag.draft.kernels.compile import allocating, loop
+from reader_rag.draft.kernels.rows import DRAFTED, MATCHES, OTHER_MATCHES, PROMPT, SIZE, tokens_of
 from reader_rag.draft.kernels.successors import prepare
 from reader_rag.draft.kernels.tree import (
     CHANCE,
@@ -29,157 +22,105 @@ from reader_rag.draft.kernels.tree import (
     MEMBER_SOURCE,
     ORDER,
     SCRATCH,
+    Workspace,
     find_children,
     list_members,
 )
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def grow(
-    corpora: Any,
-    sizes: Any,
-    prompt: int,
-    members: int,
-    keys: Any,
-    entries: Any,
-    prior: Any,
-    scoring: Any,
-    counts: Any,
-    longest: int,
-    floor: float,
-    work: Any,
-    mass: Any,
-    chain: Any,
-    chances: Any,
-    paths: Any,
-) -> int:
-    """Follow the most probable token from place to place.
+@loop
+def grow(corpora: Any, members: int, estimator: Any, longest: int, floor: float, workspace: Any, chain: Any) -> int:
+    """Follow the most probable token from position to position.
 
-    Where something is copied the prior has no say: the corrections of copies that it agrees with were counted beside
-    what a table learned from the model (see `calibration`), which nobody has here.
+    Where something is copied the prior is not used: the corrections of copies that it agrees with were counted with
+    what a table learned from the model (see `calibration`), and there is no such table here.
 
     Args:
-        corpora: Three of int32 [>= size]: the text, texts beside it, and what the datastore holds behind its matches.
-        sizes: Tokens of each; at least one in the text.
-        prompt: How many of the text's are the prompt's.
-        members: Matches, as `tree_kernels.list_members` left them in `work`.
-        keys: As in `tree_kernels.build`, like those that follow.
-        entries: The same.
-        prior: The same.
-        scoring: The same.
-        counts: The same.
+        corpora: `Corpora`.
+        members: Matches, as `list_members` left them in the workspace.
+        estimator: `Estimator`.
         longest: Most tokens.
         floor: Least probability of the whole chain.
-        work: The same.
-        mass: The same.
-        chain: int32 [>= longest], overwritten.
-        chances: float64 [>= longest], overwritten: the probability of each token, given those before.
-        paths: float64 [>= longest], overwritten: the probability of the chain up to each.
+        workspace: `Workspace`; updated.
+        chain: `Chain`; overwritten.
 
     Returns:
         Tokens of the chain.
     """
-    text, length = corpora[0], sizes[0]
+    ints, floats = workspace.ints, workspace.floats
+    text, length = corpora.tokens[0], corpora.sizes[0]
     token, before = int(text[length - 1]), int(text[length - 2]) if length > 1 else -1
     above = 1.0
     stop = members
-    prepare(work[SCRATCH])
+    prepare(ints[SCRATCH])
     for depth in range(longest):
-        known = prior[:0] if stop else prior
-        groups, found = find_children(
-            corpora, sizes, prompt, depth, 0, stop, before, token, keys, entries, known, scoring, counts,
-            floor / above, work, mass,
-        )  # fmt: skip
+        prior = estimator.prior[:0] if stop else estimator.prior
+        known = Estimator(estimator.keys, estimator.entries, prior, estimator.scoring, estimator.counts)
+        groups, found = find_children(corpora, Node(depth, 0, stop, before, token), known, floor / above, workspace)
         best = -1
         for child in range(found):
-            if best < 0 or mass[CHANCE, child] > mass[CHANCE, best]:
+            if best < 0 or floats[CHANCE, child] > floats[CHANCE, best]:
                 best = child
-        if best < 0 or above * mass[CHANCE, best] < floor:
+        if best < 0 or above * floats[CHANCE, best] < floor:
             return depth
-        above *= mass[CHANCE, best]
-        before, token = token, int(work[FOUND_TOKEN, best])
-        chain[depth] = token
-        chances[depth] = mass[CHANCE, best]
-        paths[depth] = above
+        above *= floats[CHANCE, best]
+        before, token = token, int(ints[FOUND_TOKEN, best])
+        chain.tokens[depth] = token
+        chain.chances[depth] = floats[CHANCE, best]
+        chain.paths[depth] = above
         kept = 0
         if best < groups:
             for i in range(stop):
-                member = work[ORDER, i]
-                source, at = work[MEMBER_SOURCE, member], work[MEMBER_POSITION, member] + depth + 1
+                member = ints[ORDER, i]
+                source, at = ints[MEMBER_SOURCE, member], ints[MEMBER_POSITION, member] + depth + 1
                 # Where its text ends there is nothing more to copy.
-                if work[GROUP, i] == best and at < sizes[source] and corpora[source][at] >= 0:
-                    work[ORDER, kept] = member
+                if ints[GROUP, i] == best and at < corpora.sizes[source] and corpora.tokens[source][at] >= 0:
+                    ints[ORDER, kept] = member
                     kept += 1
         stop = kept
     return longest
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@allocating
 def draft(
-    found: Any,
-    limits: Any,
-    states: Any,
-    matches: Any,
-    chains: Any,
-    chances: Any,
-    beside: Any,
-    beside_size: int,
-    stored: Any,
-    stored_matches: Any,
-    stored_followed: Any,
-    keys: Any,
-    entries: Any,
-    prior: Any,
-    scoring: Any,
-    counts: Any,
-    floor: float,
-    work: Any,
-    mass: Any,
-    paths: Any,
-    drafted: Any,
+    found: Any, limits: Any, rows: Any, others: Any, candidates: Any, model: Any, workspace: Any, drafts: Any
 ) -> None:
     """Draft a chain for each of some rows.
 
     Args:
         found: int64 [n], the state of each row.
         limits: int64 [n], most tokens of each chain.
-        states: int64 [states, COLUMNS], see `row_kernels`; updated.
-        matches: int32 [states, 2, 2, limit].
-        chains: int32 [states, longest]; updated.
-        chances: float64 [states, longest]; updated.
-        beside: int32 [>= beside_size], other texts.
-        beside_size: Tokens of them.
-        stored: int32 [n, tokens], what the datastore holds behind each row's matches.
-        stored_matches: int32 [n, 2, most].
-        stored_followed: int64 [n].
-        keys: See `grow`, like those that follow.
-        entries: The same.
-        prior: The same.
-        scoring: The same.
-        counts: The same.
-        floor: The same.
-        work: The same; one for each thread.
-        mass: The same.
-        paths: float64 [n, longest], overwritten.
-        drafted: int64 [n], overwritten: tokens of each chain.
+        rows: A tuple like `RowArrays`; its chains are updated.
+        others: (int32 [>= size], outputs of ended requests; size).
+        candidates: A tuple like `RowCandidates`, of these rows.
+        model: (a tuple like `Estimator`, least probability of a whole chain).
+        workspace: A tuple like `Workspace`, one for each thread; updated.
+        drafts: (float64 [n, longest], the probability of each chain up to each token; int64 [n], tokens of each chain);
+            overwritten.
     """
+    known, stored, memory = RowArrays(*rows), RowCandidates(*candidates), Workspace(*workspace)
+    other_tokens, other_size = others
+    fields, floor = model
+    estimator = Estimator(*fields)
+    paths, drafted = drafts
     for k in range(found.shape[0]):
         s = found[k]
-        state = states[s]
-        corpora = (tokens_of(state), beside, stored[k])
-        sizes = (state[SIZE], beside_size, stored.shape[1])
-        members = list_members(
-            (matches[s, 0], matches[s, 1], stored_matches[k]),
-            (state[FOLLOWED], state[BESIDE], stored_followed[k]),
-            work,
+        state = known.states[s]
+        corpora = Corpora(
+            (tokens_of(state), other_tokens, stored.tokens[k]),
+            (state[SIZE], other_size, stored.tokens.shape[1]),
+            state[PROMPT],
         )
-        state[DRAFTED] = drafted[k] = grow(
-            corpora, sizes, state[PROMPT], members, keys, entries, prior, scoring, counts,
-            limits[k], floor, work, mass, chains[s], chances[s], paths[k],
-        )  # fmt: skip
+        members = list_members(
+            (known.matches[s, 0], known.matches[s, 1], stored.matches[k]),
+            (state[MATCHES], state[OTHER_MATCHES], stored.counts[k]),
+            memory.ints,
+        )
+        chain = Chain(known.chains[s], known.chances[s], paths[k])
+        state[DRAFTED] = drafted[k] = grow(corpora, members, estimator, limits[k], floor, memory, chain)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@allocating
 def look_up(
     found: Any,
     states: Any,

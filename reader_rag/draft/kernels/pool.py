@@ -1,27 +1,28 @@
-"""The loops that share a pass out among several texts: what passes take, and which drafted nodes are worth it."""
+"""Loops that divide a pass among the sequences of a batch, in numba: seconds of passes, and the nodes that pay."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from reader_rag.draft.kernels.compile import allocating
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@allocating
 def seconds(rows: Any, base: Any, slope: Any, context: float, load: float, out: Any) -> None:
-    """Time of passes of 1, 2, ... rows: linear between measured sizes, in proportion beyond them, never falling.
+    """Seconds of passes of 1, 2, ... rows: linear between measured sizes, proportional beyond them, never falling.
 
     Args:
         rows: float64 [sizes], measured, rising, the first 1.
-        base: float64 [sizes], their seconds behind no text.
-        slope: float64 [sizes], seconds for each position of the text before.
-        context: Positions of that text.
-        load: Factor of all of them.
+        base: float64 [sizes], their seconds behind an empty cache.
+        slope: float64 [sizes], seconds for each cached position.
+        context: Cached positions.
+        load: Factor of all seconds.
         out: float64 [most rows], overwritten.
     """
     last = rows.shape[0] - 1
-    # Where a small step was measured in a bad moment, the larger one is the better witness.
+    # A small step that took longer than a larger one was measured while the machine was busy: the larger one counts.
     times = np.empty(last + 1)
     least = np.inf
     for size in range(last, -1, -1):
@@ -42,40 +43,47 @@ def seconds(rows: Any, base: Any, slope: Any, context: float, load: float, out: 
             out[k] = times[left] + share * (times[right] - times[left])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@allocating
 def rank(
-    probabilities: Any, depths: Any, stops: Any, lucks: Any, padded: bool, times: Any, least_gain: float, owners: Any
+    probabilities: Any,
+    depths: Any,
+    stops: Any,
+    ratios: Any,
+    padded: bool,
+    times: Any,
+    least_gain: float,
+    owners: Any,
 ) -> Any:
-    """Order the nodes of all trees by what they are worth, and find how many of them pay best.
+    """Order the nodes of all trees by their worth, and find the number of nodes with the most tokens per second.
 
     Args:
         probabilities: float64 [nodes], path probabilities, those of each tree falling; tree by tree.
         depths: int32 [nodes].
         stops: int64 [trees], where each tree's nodes end.
-        lucks: float64 [trees], in 0..1: a node at depth d is worth `probability * luck ** d`.
+        ratios: float64 [trees], acceptance ratios in 0..1: a node at depth d is worth `probability * ratio ** d`.
         padded: Whether every tree takes as many rows as the largest.
         times: float64 [most rows], seconds of passes of 1, 2, ... rows.
-        least_gain: By how much more than without nodes the tokens expected per second must be, as a share, for any.
-        owners: int32 [nodes], overwritten: whose the first, second, ... node of the order is.
+        least_gain: Share by which the expected tokens per second must exceed those without nodes.
+        owners: int32 [nodes], overwritten: the tree of the first, second, ... node of the order.
 
     Returns:
         (The best number of nodes, how many there are at all within the most rows).
     """
     trees = stops.shape[0]
     worths, whose = np.empty(depths.shape[0], np.float64), np.empty(depths.shape[0], np.int32)
-    # By what is below all nodes before it in its own tree: bad luck tells against the deep ones among these.
+    # A node is ordered by the least worth up to it in its tree: a low ratio lowers deep nodes below later shallow ones.
     highs = np.empty(depths.shape[0], np.float64)
     start = 0
     for t in range(trees):
         high = -np.inf
         for at in range(start, stops[t]):
-            worths[at] = probabilities[at] * lucks[t] ** depths[at]
+            worths[at] = probabilities[at] * ratios[t] ** depths[at]
             high = max(high, -worths[at])
             highs[at] = high
             whose[at] = t
         start = stops[t]
     most = times.shape[0]
-    # More texts than times are known for are verified plainly.
+    # More sequences than there are times for are verified without drafts.
     expected = float(trees)
     best, best_rate = 0, (1.0 + least_gain) * expected / times[min(trees, most) - 1]
     ordered = widest = 0
@@ -95,16 +103,16 @@ def rank(
     return best, ordered
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def share_out(paths: Any, drafted: Any, lucks: Any, times: Any, least_gain: float, lengths: Any) -> None:
-    """Decide how much of each chain is verified, in one pass over all: see `rank`.
+@allocating
+def share_out(paths: Any, drafted: Any, ratios: Any, times: Any, least_gain: float, lengths: Any) -> None:
+    """Decide how much of each chain is verified, in one pass over all, as `rank` does for trees.
 
     Args:
         paths: float64 [chains, longest], path probabilities.
         drafted: int64 [chains], tokens of each chain.
-        lucks: float64 [chains], see `rank`.
-        times: float64 [most rows], see `rank`.
-        least_gain: See `rank`.
+        ratios: float64 [chains], acceptance ratios in 0..1.
+        times: float64 [most rows], seconds of passes of 1, 2, ... rows.
+        least_gain: Share by which the expected tokens per second must exceed those without drafts.
         lengths: int64 [chains], overwritten: tokens to verify of each.
     """
     chains = drafted.shape[0]
@@ -122,6 +130,6 @@ def share_out(paths: Any, drafted: Any, lucks: Any, times: Any, least_gain: floa
             depths[at] = depth + 1
             at += 1
     owners = np.empty(total, np.int32)
-    size, _ = rank(probabilities, depths, stops, lucks, False, times, least_gain, owners)
+    size, _ = rank(probabilities, depths, stops, ratios, False, times, least_gain, owners)
     for k in range(size):
         lengths[owners[k]] += 1

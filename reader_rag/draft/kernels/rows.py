@@ -1,8 +1,8 @@
-"""The loops over the rows of a batch whose texts come as one array: whose text a row is, and what it grew by.
+"""Loops over the rows of a batch whose tokens come as one array: which request a row holds, and what it grew by.
 
-A *state* is what is known of one text: an index of its last tokens (see `kernels`), the matches of its end, and the
-chain that was drafted last (see `chain_kernels`). States are rows of one table, their arrays handed over by address.
-Nothing tells which text a row holds but its tokens: a state belongs to a row if the row begins with the state's tokens.
+A *state* is what is known of one request: an index of its last tokens (see `kernels.context`), the matches of its end,
+and the chain that was drafted last (see `kernels.chains`). States are rows of one table; their arrays are passed by
+address. A row has no request id: a state belongs to a row if the row's tokens begin with the state's tokens.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
+from reader_rag.draft.kernels.arrays import CorpusArrays, RowArrays
+from reader_rag.draft.kernels.compile import allocating, inlined, loop
 from reader_rag.draft.kernels.context import advance, append
-from reader_rag.draft.kernels.tree import FORTUNE_FADE
+from reader_rag.draft.kernels.tree import ACCEPTANCE_DECAY
 from reader_rag.util.addresses import pointer
 
 # Columns of the table of states: addresses and room of the index,
 TOKENS, PREVIOUS, TABLE, SLOTS, CAPACITY = range(5)
 # what is in it, and where in the text it begins,
 SIZE, DISTINCT, BASE = range(5, 8)
-# matches followed, in the text and beside it; where the prompt ended; length of the chain drafted last; is it in use?
-FOLLOWED, BESIDE, PROMPT, DRAFTED, LIVE = range(8, 13)
+# matches in the text and in outputs of ended requests; where the prompt ends; length of the last chain; is it in use?
+MATCHES, OTHER_MATCHES, PROMPT, DRAFTED, LIVE = range(8, 13)
 COLUMNS = 13
 
 LOOK_BACK = 32
@@ -30,15 +32,15 @@ _COMPARED = 256
 """Tokens compared at once: without a way out in between, so that it is done with wide instructions."""
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined
 def tokens_of(state: Any) -> Any:
     """int32 [capacity], the tokens that a state's index holds."""
     return carray(pointer(state[TOKENS]), (state[CAPACITY],), np.int32)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@allocating
 def _agrees(state: Any, text: Any, length: int) -> bool:
-    """Whether all tokens of a state stand in the text, where they stood before."""
+    """Whether a row holds all tokens of a state at their positions."""
     size, base = state[SIZE], state[BASE]
     if base + size > length:
         return False
@@ -58,14 +60,14 @@ def _agrees(state: Any, text: Any, length: int) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def recognise(texts: Any, lengths: Any, rows: Any, states: Any, held: Any, taken: Any, found: Any) -> None:
-    """Find the state of each row: the one that the row had before, or else the longest that agrees with its text.
+@allocating
+def find_states(texts: Any, lengths: Any, rows: Any, states: Any, held: Any, taken: Any, found: Any) -> None:
+    """Find the state of each row: the one that it had before, or else the longest that agrees with its tokens.
 
     Args:
-        texts: int32 [all rows, >= any length].
-        lengths: int64 [n], tokens of each.
-        rows: int64 [n], the rows that are looked at.
+        texts: int32 [all rows, >= any length], the tokens of each row.
+        lengths: int64 [n], tokens of each row that is looked at.
+        rows: int64 [n], their indices.
         states: int64 [states, COLUMNS].
         held: int64 [all rows], the state that each row had last; negative: none.
         taken: bool [states], all False; becomes True for those that are found.
@@ -105,82 +107,61 @@ def recognise(texts: Any, lengths: Any, rows: Any, states: Any, held: Any, taken
             taken[best] = True
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def observe(tokens: Any, chain: Any, chances: Any, drafted: int, fortune: Any) -> None:
-    """Note how the chain that was drafted last fared, verified or not.
+@loop
+def observe(tokens: Any, chain: Any, chances: Any, drafted: int, recent: Any) -> None:
+    """Compare the chain that was drafted last with what was emitted, whether it was verified or not.
 
     Args:
-        tokens: int32 [n], what came.
-        chain: int32 [>= drafted].
-        chances: float64 [>= drafted], the probability of each of its tokens, given those before.
+        tokens: int32 [n], the emitted tokens.
+        chain: int32 [>= drafted], the drafted tokens.
+        chances: float64 [>= drafted], the probability of each of them, given those before.
         drafted: Tokens of the chain.
-        fortune: float64 [2], hits and expected hits of the last steps, fading; updated.
+        recent: float64 [2], hits and expected hits of the last steps, fading; updated.
     """
     if not drafted or not tokens.shape[0]:
         return
-    fortune *= FORTUNE_FADE
+    recent *= ACCEPTANCE_DECAY
     for depth in range(min(drafted, tokens.shape[0])):
-        fortune[1] += chances[depth]
+        recent[1] += chances[depth]
         if chain[depth] != tokens[depth]:
             return
-        fortune[0] += 1.0
+        recent[0] += 1.0
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def follow(
-    texts: Any,
-    lengths: Any,
-    rows: Any,
-    found: Any,
-    states: Any,
-    matches: Any,
-    chains: Any,
-    chances: Any,
-    fortunes: Any,
-    beside: Any,
-    beside_previous: Any,
-    beside_table: Any,
-    beside_size: int,
-    scratch: Any,
-) -> None:
-    """Append to each state what its row grew by, judge its last chain by that, and follow the matches to the new end.
+@allocating
+def follow(texts: Any, lengths: Any, rows: Any, found: Any, states: Any, others: Any, scratch: Any) -> None:
+    """Append to each state what its row grew by, compare its last chain with that, and follow the matches to the new
+    end.
 
     Args:
-        texts: int32 [all rows, >= any length].
-        lengths: int64 [n].
-        rows: int64 [n].
+        texts: int32 [all rows, >= any length], the tokens of each row.
+        lengths: int64 [n], tokens of each row that is looked at.
+        rows: int64 [n], their indices.
         found: int64 [n], the state of each; it has room.
-        states: int64 [states, COLUMNS]; updated.
-        matches: int32 [states, 2, 2, limit], in the text and beside it, see `kernels.advance`; updated.
-        chains: int32 [states, longest], see `observe`.
-        chances: float64 [states, longest].
-        fortunes: float64 [states, 2]; updated.
-        beside: int32 [>= beside_size], other texts, separated by negative tokens.
-        beside_previous: int32 [the same].
-        beside_table: int32 [2, slots].
-        beside_size: Tokens of them.
+        states: A tuple like `RowArrays`; updated.
+        others: A tuple like `CorpusArrays`: outputs of ended requests, separated by negative tokens.
         scratch: int32 [2, limit], overwritten.
     """
+    known, outputs = RowArrays(*states), CorpusArrays(*others)
     for k in range(rows.shape[0]):
         s = found[k]
-        state = states[s]
+        state = known.states[s]
         tokens = tokens_of(state)
         previous = carray(pointer(state[PREVIOUS]), (state[CAPACITY],), np.int32)
         table = carray(pointer(state[TABLE]), (2, state[SLOTS]), np.int32)
         size = state[SIZE]
         new = texts[rows[k], state[BASE] + size : lengths[k]]
-        observe(new, chains[s], chances[s], state[DRAFTED], fortunes[s])
+        observe(new, known.chains[s], known.chances[s], state[DRAFTED], known.recent[s])
         state[DRAFTED] = 0
         state[DISTINCT] += append(tokens, previous, table, size, new)
         end = size + new.shape[0]
+        text = CorpusArrays(tokens, previous, table, end)
         first = max(end - LOOK_BACK, 0)
-        followed, others = state[FOLLOWED], state[BESIDE]
+        matches, other_matches = state[MATCHES], state[OTHER_MATCHES]
         if size < first:
-            followed = others = 0
+            matches = other_matches = 0
         for at in range(max(size, first) + 1, end + 1):
-            followed = advance(tokens, previous, table, end, tokens, at, matches[s, 0], followed, scratch)
-            if beside_size:
-                others = advance(
-                    beside, beside_previous, beside_table, beside_size, tokens, at, matches[s, 1], others, scratch
-                )
-        state[SIZE], state[FOLLOWED], state[BESIDE] = end, followed, others
+            matches = advance(text, tokens, at, known.matches[s, 0], matches, scratch)
+            if outputs.size:
+                other_matches = advance(outputs, tokens, at, known.matches[s, 1], other_matches, scratch)
+        state[SIZE], state[MATCHES], state[OTHER_MATCHES] = end, matches, other_matches

@@ -1,7 +1,7 @@
-"""The loops of the successor table, in numba; see `kernels` for those of the index.
+"""Loops of the successor table, in numba.
 
-An *entry* says what is likely after one or two tokens. The table is set-associative: a key's entry stands in one of a
-few places, its *ways*, of the set that the key's hash names.
+An *entry* lists what is likely after one or two tokens. The table is set-associative: a key's entry is in one of the
+few *ways* of the set that the key's hash selects.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from reader_rag.draft.kernels.compile import inlined, loop
 
 BEST = 8
 """Next tokens that a successor table learns at a time."""
@@ -33,7 +34,7 @@ PAIR, SINGLE, PRIOR = 0, 1, 2
 """Kinds of entries."""
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined
 def find_entry(keys: Any, before: int, token: int) -> int:
     """The row of a successor table's entry for two tokens, or for one if `before` is negative; -1: none.
 
@@ -53,19 +54,19 @@ def find_entry(keys: Any, before: int, token: int) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined
 def _key(before: int, token: int) -> int:
     return int(((np.int64(before) + np.int64(2)) << np.int64(31)) | np.int64(token))
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined
 def _set_of(before: int, token: int, sets: int) -> int:
     """The set of a key; both products stay below 2**63, so that it is the same with and without the compiler."""
     mixed = ((int(before) + 2) * 0x9E3779B1) ^ (int(token) * 0x85EBCA6B)
     return int((mixed ^ (mixed >> 29)) & (sets - 1))
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined
 def successors(keys: Any, entries: Any, prior: Any, scratch: Any, before: int, token: int) -> Any:
     """What follows: by the entry for two tokens, or that for the last one, or the prior.
 
@@ -95,7 +96,7 @@ def successors(keys: Any, entries: Any, prior: Any, scratch: Any, before: int, t
     return scratch[:ENTRY_COLUMNS], PRIOR
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined
 def prepare(scratch: Any) -> None:
     """Write into a scratch entry what all entries made of the prior have in common."""
     scratch[:ENTRY_COLUMNS] = -1
@@ -103,9 +104,9 @@ def prepare(scratch: Any) -> None:
         scratch[WEIGHTS + rank] = RANKS[rank]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _entry_to_write(keys: Any, entries: Any, prior: Any, scratch: Any, before: int, token: int, now: int) -> Any:
-    """The entry for a key, which takes the place of the one of its set that was written longest ago if it is new."""
+@loop
+def _row_to_write(keys: Any, entries: Any, prior: Any, scratch: Any, before: int, token: int, now: int) -> int:
+    """The row of the entry for a key; a new entry replaces the least recently written one of its set."""
     ways = keys.shape[1]
     key = _key(before, token)
     at = _set_of(before, token, keys.shape[0])
@@ -128,23 +129,23 @@ def _entry_to_write(keys: Any, entries: Any, prior: Any, scratch: Any, before: i
         entry[TOTAL] = weight if share > 0.0 else 0
         keys[at, place] = key
     entry[STAMP] = now
-    return entry
+    return at * ways + place  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def learn(keys: Any, entries: Any, prior: Any, clock: Any, before: Any, after: Any, best: Any) -> None:
+@loop
+def learn(keys: Any, entries: Any, prior: Any, clock: Any, scratch: Any, before: Any, after: Any, best: Any) -> None:
     """Add what the target found likely to the entries for two tokens and for one.
 
     Args:
         keys: int64 [sets, ways].
         entries: int32 [sets * ways, ENTRY_COLUMNS].
         prior: int32 [tokens, BEST].
-        clock: int32 [1].
+        clock: int32 [1], positions learned so far; updated.
+        scratch: int32 [ENTRY_COLUMNS], overwritten.
         before: int32 [n], the token before each of `after`; negative: none.
         after: int32 [n].
         best: int32 [n, BEST], the best next tokens, the best first; negative: no more.
     """
-    scratch = np.empty(ENTRY_COLUMNS, np.int32)
     prepare(scratch)
     for i in range(after.shape[0]):
         clock[0] += 1
@@ -152,7 +153,7 @@ def learn(keys: Any, entries: Any, prior: Any, clock: Any, before: Any, after: A
             if kind == 0 and before[i] < 0:
                 continue
             first = int(before[i]) if kind == 0 else -1
-            entry = _entry_to_write(keys, entries, prior, scratch, first, after[i], clock[0])
+            entry = entries[_row_to_write(keys, entries, prior, scratch, first, after[i], clock[0])]
             entry[TOTAL] += ONE - entry[TOTAL] // 5
             for k in range(KEPT):
                 entry[WEIGHTS + k] -= entry[WEIGHTS + k] // 5

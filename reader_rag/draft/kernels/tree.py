@@ -1,90 +1,35 @@
-"""The loops that turn matches and successors into draft trees, in numba; see `kernels` for those of the index.
+"""Loops that grow draft trees best first from copies and successors, in numba.
 
-At a node, the occurrences that are still alive there (its *members*) vote for their next token, and what probability
-they leave goes to the target's own next tokens after the same two tokens, or else after the same last one, or else
-to those that a *prior* lists (the *successors*). How far such estimates were right so far is kept by *cell*, a class of
-alike candidates, and corrects them (see `calibration`).
+At a node, the occurrences that still agree with the path (its *members*) vote for their next token. The probability
+that they leave goes to the target's own next tokens after the same two tokens, or else after the same last one, or else
+to those that a *prior* lists (the *successors*). Each estimate is corrected by the factor of its calibration cell.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from reader_rag.draft.kernels.arrays import Corpora, CorpusMatches, Estimator, Limits, Node
+from reader_rag.draft.kernels.cells import MOST_RATE, RATES, copy_cell, count, successor_cell
+from reader_rag.draft.kernels.compile import inlined, loop
 from reader_rag.draft.kernels.context import EMPTY, find_slot
 from reader_rag.draft.kernels.successors import KEPT, ONE, PAIR, TOKENS, TOTAL, WEIGHTS, prepare, successors
 
-# The first places of the scoring array; the votes by match length follow.
+# The first entries of the scoring array; the votes by match length follow.
 UNKNOWN, TRUST, VOTES = 0, 1, 4  # trust in each kind of entry
-
-# Cells.
-LENGTH_BUCKETS = 9
-ESTIMATE_BUCKETS = 10
-LISTED = 3
-SUPPORT = 2
-ORIGINS = 4
-COPY_CELLS = ORIGINS * LENGTH_BUCKETS * ESTIMATE_BUCKETS * LISTED * SUPPORT
-CELLS = COPY_CELLS + 3 * ESTIMATE_BUCKETS
-LEAST_RATE, MOST_RATE = 0.25, 4.0
-"""Bounds of a correction."""
 
 _MOST = 0.995
 """Highest probability of a child."""
-FORTUNE_FADE = 0.95
-"""What is kept of a stream's luck from step to step."""
+ACCEPTANCE_DECAY = 0.95
+"""Factor by which the hits and expected hits of earlier steps fade with each step."""
 _FEW = 4
 """Up to so many children are searched one by one."""
 
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def length_bucket(length: int) -> int:
-    """1, 2, 3, 4-5, 6-8, 9-12, 13-20, 21-40, more."""
-    if length <= 3:
-        return max(length - 1, 0)
-    if length <= 12:
-        return 3 if length <= 5 else (4 if length <= 8 else 5)
-    return 6 if length <= 20 else (7 if length <= 40 else 8)
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def estimate_bucket(estimate: float) -> int:
-    """Up to 0.01, 0.03, 0.07, 0.13, 0.23, 0.4, 0.6, 0.8, 0.93, 1."""
-    if estimate <= 0.23:
-        if estimate <= 0.03:
-            return 0 if estimate <= 0.01 else 1
-        return 2 if estimate <= 0.07 else (3 if estimate <= 0.13 else 4)
-    if estimate <= 0.6:
-        return 5 if estimate <= 0.4 else 6
-    return 7 if estimate <= 0.8 else (8 if estimate <= 0.93 else 9)
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def copy_cell(origin: int, length: int, estimate: float, listed: int, agree: bool) -> int:
-    """The cell of a copied candidate.
-
-    Args:
-        origin: Of the longest match behind it: 0: the prompt; 1: the output; 2: a passage beside them; 3: the
-            datastore.
-        length: That match.
-        estimate: Its probability, uncorrected.
-        listed: 0: no successors are known; 1: it is none of them; 2: it is one.
-        agree: Several occurrences propose it.
-    """
-    at = (origin * LENGTH_BUCKETS + length_bucket(length)) * ESTIMATE_BUCKETS + estimate_bucket(estimate)
-    return (at * LISTED + listed) * SUPPORT + (1 if agree else 0)
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def successor_cell(kind: int, estimate: float) -> int:
-    """The cell of a candidate that only the successors propose, by the kind of their entry."""
-    return COPY_CELLS + kind * ESTIMATE_BUCKETS + estimate_bucket(estimate)
-
-
-# Rows of the builder's int32 workspace. First the tree, node by node,
+# Rows of the int32 workspace. First the tree, a column a node,
 TOKEN, PARENT, DEPTH, SOURCE, POSITION, MATCH_LENGTH, _CELL = range(7)
-TREE_ROWS = 6
+TREE_FIELDS = 6
 # then those whose columns are members,
 MEMBER_SOURCE, MEMBER_POSITION, MEMBER_LENGTH, ORDER, GROUP, _MOVED = range(7, 13)
 # those whose columns are the children found at one node,
@@ -93,45 +38,61 @@ FOUND_TOKEN, _FOUND_SIZE, FOUND_BEST, FOUND_CELL, _FOUND_START, _FOUND_SLOT = ra
 _TOKEN, _PARENT, _START, _STOP, _DEPTH, _ORIGIN, _CANDIDATE_CELL, _RANKED = range(19, 27)
 # a hash table from a token to its column among the children found, and an entry made of the prior.
 _KEYS, _COLUMNS, SCRATCH = range(27, 30)
-WORK_ROWS = 30
-PADDING = 16
+_INT_ROWS = 30
+_PADDING = 16
 """Columns behind those that are used, so that a column's rows do not all fall into the same set of the CPU's cache."""
 # Rows of the float64 workspace: path probabilities of the candidates in their order, which become those of the nodes,
 # and the nodes' estimates; then of the children found; and the candidates' estimates.
 PATHS, _EXPECTED, _VOTES, ESTIMATE, CHANCE, _CANDIDATE_ESTIMATE = range(6)
-MASS_ROWS = 6
-
-# Rows of the calibration's counts.
-HITS, EXPECTED, RATES = 0, 1, 2
+_FLOAT_ROWS = 6
 
 SUCCESSOR = 3
 """The source of nodes that only the successors proposed."""
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _lookup(work: Any) -> Any:
-    """The hash table from a token to its column among the children found; see `kernels.find_slot`."""
-    return work[_KEYS:SCRATCH, : work.shape[1] - PADDING]
+class Workspace(NamedTuple):
+    """Memory that a draft is made in; made by `new_workspace`, for one thread at a time.
+
+    Attributes:
+        ints: int32 [_INT_ROWS, width + _PADDING]; width a power of two. The hash table in it is empty (`EMPTY`)
+            between drafts.
+        floats: float64 [_FLOAT_ROWS, width + _PADDING].
+    """
+
+    ints: Any
+    floats: Any
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _column(work: Any, token: int, found: int, hashed: bool) -> int:
+def new_workspace(matches: int, max_nodes: int = 0) -> Workspace:
+    """A workspace for drafts of at most that many matches and nodes."""
+    width = 1 << max(2 * matches, matches + KEPT, max_nodes).bit_length()
+    return Workspace(np.full((_INT_ROWS, width + _PADDING), EMPTY, np.int32), np.zeros((_FLOAT_ROWS, width + _PADDING)))
+
+
+@inlined
+def _lookup(ints: Any) -> Any:
+    """The hash table from a token to its column among the children found; see `find_slot`."""
+    return ints[_KEYS:SCRATCH, : ints.shape[1] - _PADDING]
+
+
+@inlined
+def _column(ints: Any, token: int, found: int, hashed: bool) -> int:
     """The column of the child `token` among the first `found`, or -1."""
     if not hashed:
         for child in range(found):
-            if work[FOUND_TOKEN, child] == token:
+            if ints[FOUND_TOKEN, child] == token:
                 return child
         return -1
-    lookup = _lookup(work)
+    lookup = _lookup(ints)
     slot = find_slot(lookup, token)
     return int(lookup[1, slot]) if lookup[0, slot] == token else -1
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _group(corpora: Any, sizes: Any, depth: int, start: int, stop: int, scoring: Any, work: Any, mass: Any) -> Any:
-    """Group the members `work[ORDER, start:stop]` by their next token.
+@inlined
+def _group(corpora: Any, node: Any, scoring: Any, ints: Any, floats: Any) -> Any:
+    """Group a node's members by their next token.
 
-    `work[GROUP, start:stop]` becomes each one's group, -1 where its text ends, and `mass[_VOTES, :groups]` their
+    `ints[GROUP, start:stop]` becomes each one's group, -1 where its text ends, and `floats[_VOTES, :groups]` their
     votes.
 
     Returns:
@@ -140,257 +101,212 @@ def _group(corpora: Any, sizes: Any, depth: int, start: int, stop: int, scoring:
     groups = 0
     votes = 0.0
     longest = scoring.shape[0] - 1 - VOTES
-    hashed = stop - start > _FEW
-    for i in range(start, stop):
-        member = work[ORDER, i]
-        source = work[MEMBER_SOURCE, member]
-        at = work[MEMBER_POSITION, member] + depth
-        token = int(corpora[source][at]) if at < sizes[source] else -1
+    hashed = node.stop - node.start > _FEW
+    for i in range(node.start, node.stop):
+        member = ints[ORDER, i]
+        source = ints[MEMBER_SOURCE, member]
+        at = ints[MEMBER_POSITION, member] + node.depth
+        token = int(corpora.tokens[source][at]) if at < corpora.sizes[source] else -1
         if token < 0:
-            work[GROUP, i] = -1
+            ints[GROUP, i] = -1
             continue
-        group = _column(work, token, groups, hashed)
+        group = _column(ints, token, groups, hashed)
         if group < 0:
             group = groups
             groups += 1
-            work[FOUND_TOKEN, group] = token
-            work[_FOUND_SIZE, group] = 0
-            work[FOUND_BEST, group] = member
-            mass[_VOTES, group] = 0.0
+            ints[FOUND_TOKEN, group] = token
+            ints[_FOUND_SIZE, group] = 0
+            ints[FOUND_BEST, group] = member
+            floats[_VOTES, group] = 0.0
             if hashed:
-                slot = find_slot(_lookup(work), token)
-                work[_KEYS, slot] = token
-                work[_COLUMNS, slot] = group
-                work[_FOUND_SLOT, group] = slot
-        weight = scoring[VOTES + min(work[MEMBER_LENGTH, member] + depth, longest)]
+                slot = find_slot(_lookup(ints), token)
+                ints[_KEYS, slot] = token
+                ints[_COLUMNS, slot] = group
+                ints[_FOUND_SLOT, group] = slot
+        weight = scoring[VOTES + min(ints[MEMBER_LENGTH, member] + node.depth, longest)]
         votes += weight
-        mass[_VOTES, group] += weight
-        work[_FOUND_SIZE, group] += 1
-        if work[MEMBER_LENGTH, member] > work[MEMBER_LENGTH, work[FOUND_BEST, group]]:
-            work[FOUND_BEST, group] = member
-        work[GROUP, i] = group
+        floats[_VOTES, group] += weight
+        ints[_FOUND_SIZE, group] += 1
+        if ints[MEMBER_LENGTH, member] > ints[MEMBER_LENGTH, ints[FOUND_BEST, group]]:
+            ints[FOUND_BEST, group] = member
+        ints[GROUP, i] = group
     return groups, votes
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _forget(work: Any, groups: int) -> None:
+@inlined
+def _forget(ints: Any, groups: int) -> None:
     """Empty the hash table; after all probing, since one slot emptied earlier would cut another token's probe chain."""
     for group in range(groups):
-        work[_KEYS, work[_FOUND_SLOT, group]] = EMPTY
+        ints[_KEYS, ints[_FOUND_SLOT, group]] = EMPTY
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def find_children(
-    corpora: Any,
-    sizes: Any,
-    prompt: int,
-    depth: int,
-    start: int,
-    stop: int,
-    before: int,
-    token: int,
-    keys: Any,
-    entries: Any,
-    prior: Any,
-    scoring: Any,
-    counts: Any,
-    least: float,
-    work: Any,
-    mass: Any,
-) -> Any:
-    """The children of a node: their tokens, cells, estimates and corrected probabilities (`CHANCE`), given the node.
+@loop
+def find_children(corpora: Any, node: Any, estimator: Any, least: float, workspace: Any) -> Any:
+    """Find the children of a node: their tokens, cells, estimates and corrected probabilities, given the node.
 
-    Behind the groups of the members come the successors that no member proposes.
+    They become columns of the workspace: `FOUND_TOKEN`, `FOUND_BEST`, `FOUND_CELL`, `ESTIMATE` and `CHANCE`. Behind the
+    groups of the members come the successors that no member proposes.
 
     Args:
-        before: The token before `token`; negative: none.
-        token: The node's.
+        corpora: `Corpora`.
+        node: `Node`.
+        estimator: `Estimator`.
         least: Successors less probable than this may be left out.
-
-    The others are those of `build`.
+        workspace: `Workspace`; updated.
 
     Returns:
-        (groups, found).
+        (groups, children found).
     """
-    groups, votes = _group(corpora, sizes, depth, start, stop, scoring, work, mass)
-    hashed = stop - start > _FEW
-    entry, kind = successors(keys, entries, prior, work[SCRATCH], before, token)
+    ints, floats, counts = workspace.ints, workspace.floats, estimator.counts
+    groups, votes = _group(corpora, node, estimator.scoring, ints, floats)
+    hashed = node.stop - node.start > _FEW
+    entry, kind = successors(estimator.keys, estimator.entries, estimator.prior, ints[SCRATCH], node.before, node.token)
     known = entry[TOTAL] > 0
     for child in range(groups):
-        mass[ESTIMATE, child] = mass[_VOTES, child] / (votes + 1.0)
-        work[FOUND_CELL, child] = 1 if known else 0
+        floats[ESTIMATE, child] = floats[_VOTES, child] / (votes + 1.0)
+        ints[FOUND_CELL, child] = 1 if known else 0
     found = groups
     if known:
-        trust = scoring[TRUST + kind]
-        share = trust / ((votes + 1.0) * (scoring[UNKNOWN] * ONE + trust * entry[TOTAL]))
+        trust = estimator.scoring[TRUST + kind]
+        share = trust / ((votes + 1.0) * (estimator.scoring[UNKNOWN] * ONE + trust * entry[TOTAL]))
         for k in range(KEPT):
             following = entry[TOKENS + k]
             if following < 0:
                 break
             estimate = entry[WEIGHTS + k] * share
-            child = _column(work, following, groups, hashed) if groups else -1
+            child = _column(ints, following, groups, hashed) if groups else -1
             if child >= 0:
-                mass[ESTIMATE, child] += estimate
-                work[FOUND_CELL, child] = 2
+                floats[ESTIMATE, child] += estimate
+                ints[FOUND_CELL, child] = 2
                 continue
             if estimate * MOST_RATE < least:
                 if not groups:
                     break
                 continue
-            work[FOUND_TOKEN, found] = following
-            work[FOUND_BEST, found] = 2 if kind == PAIR else 1
-            mass[ESTIMATE, found] = estimate
+            ints[FOUND_TOKEN, found] = following
+            ints[FOUND_BEST, found] = 2 if kind == PAIR else 1
+            floats[ESTIMATE, found] = estimate
             cell = successor_cell(kind, estimate)
-            work[FOUND_CELL, found] = cell
-            mass[CHANCE, found] = min(estimate * counts[RATES, cell], _MOST)
+            ints[FOUND_CELL, found] = cell
+            floats[CHANCE, found] = min(estimate * counts[RATES, cell], _MOST)
             found += 1
     if hashed:
-        _forget(work, groups)
+        _forget(ints, groups)
     for child in range(groups):
-        best = work[FOUND_BEST, child]
-        estimate = mass[ESTIMATE, child]
-        source = work[MEMBER_SOURCE, best]
-        origin = source + 1 if source else (1 if work[MEMBER_POSITION, best] + depth >= prompt else 0)
+        best = ints[FOUND_BEST, child]
+        estimate = floats[ESTIMATE, child]
+        source = ints[MEMBER_SOURCE, best]
+        origin = source + 1 if source else (1 if ints[MEMBER_POSITION, best] + node.depth >= corpora.prompt else 0)
         cell = copy_cell(
             origin,
-            work[MEMBER_LENGTH, best] + depth,
+            ints[MEMBER_LENGTH, best] + node.depth,
             estimate,
-            work[FOUND_CELL, child],
-            work[_FOUND_SIZE, child] > 1,
+            ints[FOUND_CELL, child],
+            ints[_FOUND_SIZE, child] > 1,
         )
-        work[FOUND_CELL, child] = cell
-        mass[CHANCE, child] = min(estimate * counts[RATES, cell], _MOST)
+        ints[FOUND_CELL, child] = cell
+        floats[CHANCE, child] = min(estimate * counts[RATES, cell], _MOST)
     return groups, found
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def list_members(matches: Any, followed: Any, work: Any) -> int:
+@inlined
+def list_members(matches: Any, counts: Any, ints: Any) -> int:
+    """List the matches of three corpora as the root's members.
+
+    Args:
+        matches: Three of int32 [2, >= count], positions and match lengths.
+        counts: Matches of each.
+        ints: Of `Workspace`; updated.
+
+    Returns:
+        How many members there are.
+    """
     members = 0
     for source in range(3):
-        places = matches[source]
-        for k in range(followed[source]):
-            work[MEMBER_SOURCE, members] = source
-            work[MEMBER_POSITION, members] = places[0, k]
-            work[MEMBER_LENGTH, members] = places[1, k]
-            work[ORDER, members] = members
+        for k in range(counts[source]):
+            ints[MEMBER_SOURCE, members] = source
+            ints[MEMBER_POSITION, members] = matches[source][0, k]
+            ints[MEMBER_LENGTH, members] = matches[source][1, k]
+            ints[ORDER, members] = members
             members += 1
     return members
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def observe(counts: Any, work: Any, mass: Any, nodes: int, tokens: Any, fortune: Any) -> None:
-    """Count, for every child of an accepted node of the last tree, what was expected of it and whether it came.
+@loop
+def observe(counts: Any, workspace: Any, nodes: int, tokens: Any, recent: Any) -> None:
+    """Count, for every child of an accepted node of the last tree, what was expected of it and whether it was emitted.
 
     Args:
-        counts: As in `build`; updated.
-        work: As `build` left it.
-        mass: As `build` left it.
-        nodes: Of the tree.
-        tokens: int32 [n], the tokens that came.
-        fortune: float64 [2], hits and expected hits (corrected) of the last steps, fading; updated.
+        counts: float64 [3, CELLS]; updated.
+        workspace: `Workspace`, as `build` left it.
+        nodes: Nodes of the tree.
+        tokens: int32 [n], the emitted tokens.
+        recent: float64 [2], hits and expected hits (corrected) of the last steps, fading; updated.
     """
+    ints, floats = Workspace(*workspace)
+    paths = floats[PATHS]
     parent = -1
-    fortune *= FORTUNE_FADE
+    recent *= ACCEPTANCE_DECAY
     for token in tokens:
         accepted = -1
         for node in range(parent + 1, nodes):
-            if work[PARENT, node] != parent:
+            if ints[PARENT, node] != parent:
                 continue
-            cell = work[_CELL, node]
-            fortune[1] += mass[PATHS, node] / (mass[PATHS, parent] if parent >= 0 else 1.0)
-            counts[EXPECTED, cell] += mass[_EXPECTED, node]
-            if work[TOKEN, node] == token:
-                counts[HITS, cell] += 1.0
-                fortune[0] += 1.0
+            recent[1] += paths[node] / (paths[parent] if parent >= 0 else 1.0)
+            hit = ints[TOKEN, node] == token
+            if hit:
+                recent[0] += 1.0
                 accepted = node
-            counts[RATES, cell] = min(max(counts[HITS, cell] / counts[EXPECTED, cell], LEAST_RATE), MOST_RATE)
+            count(counts, ints[_CELL, node], floats[_EXPECTED, node], hit)
         if accepted < 0:
             return
         parent = accepted
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@loop
 def build(
-    sequence: Any,
-    length: int,
-    prompt: int,
-    passages: Any,
-    size: int,
-    sequence_matches: Any,
-    followed: int,
-    passage_matches: Any,
-    passage_followed: int,
-    stored: Any,
-    stored_size: int,
-    stored_matches: Any,
-    stored_followed: int,
-    keys: Any,
-    entries: Any,
-    prior: Any,
-    scoring: Any,
-    counts: Any,
-    work: Any,
-    mass: Any,
-    max_nodes: int,
-    max_depth: int,
-    floor: float,
+    sequence: Any, passages: Any, datastore: Any, prompt: int, estimator: Any, workspace: Any, limits: Any
 ) -> int:
     """Grow a draft tree best first from the matches of three corpora and from successors.
 
     Args:
-        sequence: int32 [>= length], prompt and output so far.
-        length: At least one token.
-        prompt: How many of them are the prompt's.
-        passages: int32 [>= size], other texts, separated by negative tokens.
-        size: Tokens of them.
-        sequence_matches: int32 [2, >= followed], positions and match lengths.
-        followed: Matches in the sequence.
-        passage_matches: int32 [2, >= passage_followed].
-        passage_followed: Matches in the passages.
-        stored: int32 [>= stored_size], what the datastore holds behind its matches, each text ended by a negative
-            token.
-        stored_size: Tokens of them.
-        stored_matches: int32 [2, >= stored_followed].
-        stored_followed: Matches in them.
-        keys: int64 [sets, ways], of the successor table; no sets: none.
-        entries: int32 [sets * ways, ENTRY_COLUMNS].
-        prior: int32 [tokens, BEST], by token id its next tokens; see `successors`.
-        scoring: float64 [VOTES + lengths], see `Scoring`.
-        counts: float64 [3, CELLS]; the RATES correct the estimate of a candidate by its cell.
-        work: int32 [WORK_ROWS, width + PADDING], overwritten; width a power of two, > 2 * all matches, >= all matches
-            + KEPT, > max_nodes. The hash table in it is empty (`EMPTY`), and left so. The tree's columns are
-            `work[:TREE_ROWS, :nodes]`, in order of falling probability,
-        mass: float64 [MASS_ROWS, width + PADDING], overwritten; and `mass[PATHS, :nodes]` the path probabilities.
-        max_nodes: Most nodes, at least 1.
-        max_depth: Longest path.
-        floor: Least path probability of a node.
+        sequence: Prompt and output so far, as a tuple like `CorpusMatches`; at least one token.
+        passages: The same of other texts, separated by negative tokens.
+        datastore: The same of what the datastore holds behind its matches, each text ended by a negative token.
+        prompt: How many of the sequence's tokens are the prompt's.
+        estimator: A tuple like `Estimator`.
+        workspace: A tuple like `Workspace`, of room for all matches and nodes; updated. The tree becomes its columns
+            `ints[:TREE_FIELDS, :nodes]`, in order of falling probability, and `floats[PATHS, :nodes]` the path
+            probabilities.
+        limits: A tuple like `Limits`.
 
     Returns:
         The number of nodes.
     """
-    corpora, sizes = (sequence, passages, stored), (length, size, stored_size)
+    own, others, stored = CorpusMatches(*sequence), CorpusMatches(*passages), CorpusMatches(*datastore)
+    corpora = Corpora((own.tokens, others.tokens, stored.tokens), (own.size, others.size, stored.size), prompt)
+    known, memory = Estimator(*estimator), Workspace(*workspace)
+    max_nodes, max_depth, floor = Limits(*limits)
+    ints, floats = memory.ints, memory.floats
     # The best `max_nodes` candidates so far, in order; those before `nodes` are in the tree. Any other can never be.
-    paths, ranked = mass[PATHS], work[_RANKED]
+    paths, ranked = floats[PATHS], ints[_RANKED]
     ordered = nodes = depth = start = 0
-    prepare(work[SCRATCH])
-    matches = (sequence_matches, passage_matches, stored_matches)
-    stop = list_members(matches, (followed, passage_followed, stored_followed), work)
-    token, before, above = int(sequence[length - 1]), int(sequence[length - 2]) if length > 1 else -1, 1.0
+    prepare(ints[SCRATCH])
+    stop = list_members((own.matches, others.matches, stored.matches), (own.found, others.found, stored.found), ints)
+    root = int(own.tokens[own.size - 1])
+    token, before, above = root, int(own.tokens[own.size - 2]) if own.size > 1 else -1, 1.0
     while True:
         # No candidate below the least of `max_nodes` others is ever taken, and no child is above its parent.
         bar = floor if ordered < max_nodes else max(floor, paths[max_nodes - 1])
         if depth < max_depth and above * _MOST >= bar:
-            groups, found = find_children(
-                corpora, sizes, prompt, depth, start, stop, before, token, keys, entries, prior, scoring, counts,
-                bar / above, work, mass,
-            )  # fmt: skip
+            groups, found = find_children(corpora, Node(depth, start, stop, before, token), known, bar / above, memory)
             # Groups become neighbouring slices of the node's own, so that candidates never share a member.
             first = start
             for group in range(groups):
-                work[_FOUND_START, group] = first
-                first += work[_FOUND_SIZE, group]
+                ints[_FOUND_START, group] = first
+                first += ints[_FOUND_SIZE, group]
             for child in range(found):
-                path = above * mass[CHANCE, child]
+                path = above * floats[CHANCE, child]
                 if path < floor:
                     continue
                 if ordered < max_nodes:
@@ -407,85 +323,43 @@ def build(
                     at -= 1
                 paths[at] = path
                 ranked[at] = c
-                work[_TOKEN, c] = work[FOUND_TOKEN, child]
-                work[_PARENT, c] = nodes - 1
-                work[_DEPTH, c] = depth + 1
-                work[_ORIGIN, c] = work[FOUND_BEST, child]
-                work[_CANDIDATE_CELL, c] = work[FOUND_CELL, child]
-                mass[_CANDIDATE_ESTIMATE, c] = mass[ESTIMATE, child]
-                work[_START, c] = work[_STOP, c] = 0
+                ints[_TOKEN, c] = ints[FOUND_TOKEN, child]
+                ints[_PARENT, c] = nodes - 1
+                ints[_DEPTH, c] = depth + 1
+                ints[_ORIGIN, c] = ints[FOUND_BEST, child]
+                ints[_CANDIDATE_CELL, c] = ints[FOUND_CELL, child]
+                floats[_CANDIDATE_ESTIMATE, c] = floats[ESTIMATE, child]
+                ints[_START, c] = ints[_STOP, c] = 0
                 if child < groups:
-                    work[_START, c] = work[_FOUND_START, child]
-                    work[_STOP, c] = work[_FOUND_START, child] + work[_FOUND_SIZE, child]
+                    ints[_START, c] = ints[_FOUND_START, child]
+                    ints[_STOP, c] = ints[_FOUND_START, child] + ints[_FOUND_SIZE, child]
             if groups and stop > start + 1:
                 for i in range(start, stop):
-                    group = work[GROUP, i]
+                    group = ints[GROUP, i]
                     if group >= 0:
-                        work[_MOVED, work[_FOUND_START, group]] = work[ORDER, i]
-                        work[_FOUND_START, group] += 1
+                        ints[_MOVED, ints[_FOUND_START, group]] = ints[ORDER, i]
+                        ints[_FOUND_START, group] += 1
                 for i in range(start, first):
-                    work[ORDER, i] = work[_MOVED, i]
+                    ints[ORDER, i] = ints[_MOVED, i]
         if nodes == ordered:
             return nodes
         c = ranked[nodes]
         above = paths[nodes]
-        token, depth = int(work[_TOKEN, c]), int(work[_DEPTH, c])
-        start, stop = int(work[_START, c]), int(work[_STOP, c])
-        parent, origin = work[_PARENT, c], work[_ORIGIN, c]
-        before = int(work[TOKEN, parent] if parent >= 0 else sequence[length - 1])
-        work[TOKEN, nodes] = token
-        work[PARENT, nodes] = parent
-        work[DEPTH, nodes] = depth
-        work[_CELL, nodes] = work[_CANDIDATE_CELL, c]
-        mass[_EXPECTED, nodes] = mass[_CANDIDATE_ESTIMATE, c]
+        token, depth = int(ints[_TOKEN, c]), int(ints[_DEPTH, c])
+        start, stop = int(ints[_START, c]), int(ints[_STOP, c])
+        parent, origin = ints[_PARENT, c], ints[_ORIGIN, c]
+        before = int(ints[TOKEN, parent]) if parent >= 0 else root
+        ints[TOKEN, nodes] = token
+        ints[PARENT, nodes] = parent
+        ints[DEPTH, nodes] = depth
+        ints[_CELL, nodes] = ints[_CANDIDATE_CELL, c]
+        floats[_EXPECTED, nodes] = floats[_CANDIDATE_ESTIMATE, c]
         if stop > start:
-            work[SOURCE, nodes] = work[MEMBER_SOURCE, origin]
-            work[POSITION, nodes] = work[MEMBER_POSITION, origin] + depth - 1
-            work[MATCH_LENGTH, nodes] = work[MEMBER_LENGTH, origin] + depth - 1
+            ints[SOURCE, nodes] = ints[MEMBER_SOURCE, origin]
+            ints[POSITION, nodes] = ints[MEMBER_POSITION, origin] + depth - 1
+            ints[MATCH_LENGTH, nodes] = ints[MEMBER_LENGTH, origin] + depth - 1
         else:
-            work[SOURCE, nodes] = SUCCESSOR
-            work[POSITION, nodes] = -1
-            work[MATCH_LENGTH, nodes] = origin
+            ints[SOURCE, nodes] = SUCCESSOR
+            ints[POSITION, nodes] = -1
+            ints[MATCH_LENGTH, nodes] = origin
         nodes += 1
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def ancestor_mask(parents: Any) -> Any:
-    """Which nodes each node sees: itself, its ancestors and the root.
-
-    Args:
-        parents: int32 [nodes], -1: the root; parents come before children.
-
-    Returns:
-        bool [nodes + 1, nodes + 1], row and column 0 the root.
-    """
-    n = parents.shape[0] + 1
-    mask = np.zeros((n, n), dtype=np.bool_)
-    mask[0, 0] = True
-    for i in range(1, n):
-        parent = parents[i - 1] + 1
-        mask[i, : parent + 1] = mask[parent, : parent + 1]
-        mask[i, i] = True
-    return mask
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def paths(parents: Any, depths: Any) -> Any:
-    """The rows from the root to each node.
-
-    Args:
-        parents: int32 [nodes], -1: the root; parents come before children.
-        depths: int32 [nodes].
-
-    Returns:
-        int32 [nodes + 1, deepest + 1]; row 0 is the root; zeros behind a path's end.
-    """
-    deepest = 0
-    for depth in depths:
-        deepest = max(deepest, depth)
-    rows = np.zeros((parents.shape[0] + 1, deepest + 1), np.int32)
-    for i in range(1, rows.shape[0]):
-        depth = depths[i - 1]
-        rows[i, :depth] = rows[parents[i - 1] + 1, :depth]
-        rows[i, depth] = i
-    return rows
