@@ -218,7 +218,7 @@ def keep_passages(
         tenant: Whose passages.
         trust_remote_code: Run code that comes with the model.
     """
-    from reader_rag.rag.datastore_sync import keep_in_step
+    from reader_rag.rag.datastore_sync import sync_passages
     from reader_rag.rag.engines import open_store
 
     tokenizer, vocabulary = _tokenizer(model, trust_remote_code)
@@ -227,7 +227,7 @@ def keep_passages(
         _open(datastore, tokenizer, vocabulary) as drafts,
         status("keeping passages to draft from"),
     ):
-        kept = keep_in_step(passages, drafts, tokenizer)
+        kept = sync_passages(passages, drafts, tokenizer)
     output().print(f"{datastore}: {kept.total} passages to draft from ({kept.added} new, {kept.removed} removed)")
 
 

@@ -1,7 +1,7 @@
-"""Documents -> store -> retriever -> answer with citations, made of ordinary LlamaIndex parts.
+"""Documents -> store -> retriever -> answer with citations, built of ordinary LlamaIndex components.
 
-Names are loaded when they are first used: `import reader_rag.rag` itself loads nothing heavy. `ingest` is not among
-them, because `reader_rag.rag.ingest` is the module it lives in: import it from there or from `reader_rag`.
+Names are imported at first use, so `import reader_rag.rag` loads nothing heavy. The function `ingest` is not among
+them, because `reader_rag.rag.ingest` is its module: import it from there or from `reader_rag`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from reader_rag.rag.citations import context_of as context_of
     from reader_rag.rag.embedding import LocalEmbedding as LocalEmbedding
     from reader_rag.rag.embedding import SizedEmbedding as SizedEmbedding
-    from reader_rag.rag.engines import NOTHING_FOUND as NOTHING_FOUND
     from reader_rag.rag.engines import make_chat_engine as make_chat_engine
     from reader_rag.rag.engines import make_query_engine as make_query_engine
     from reader_rag.rag.engines import make_retriever as make_retriever
-    from reader_rag.rag.engines import open_store as open_store
     from reader_rag.rag.ingest import IngestReport as IngestReport
     from reader_rag.rag.ingest import SkippedFile as SkippedFile
+    from reader_rag.rag.prompts import NOTHING_FOUND as NOTHING_FOUND
     from reader_rag.rag.stores.contract import DocumentStore as DocumentStore
     from reader_rag.rag.stores.faiss_store import FaissStore as FaissStore
+    from reader_rag.rag.stores.location import open_store as open_store
 
 _HOME = {
-    "NOTHING_FOUND": "engines",
+    "NOTHING_FOUND": "prompts",
     "Citation": "citations",
     "DocumentStore": "stores.contract",
     "FaissStore": "stores.faiss_store",
@@ -39,7 +39,7 @@ _HOME = {
     "make_chat_engine": "engines",
     "make_query_engine": "engines",
     "make_retriever": "engines",
-    "open_store": "engines",
+    "open_store": "stores.location",
 }
 
 __all__ = [

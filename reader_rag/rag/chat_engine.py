@@ -1,4 +1,4 @@
-"""The chat engine: LlamaIndex's `ContextChatEngine`, mended where streams and histories go wrong in it."""
+"""The chat engine: LlamaIndex's `ContextChatEngine` with corrected streaming and history."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from llama_index.core.schema import NodeWithScore
 from llama_index.core.tools import ToolOutput
 
 from reader_rag.rag.surroundings import Surroundings
-from reader_rag.rag.synthesis import GroundedSynthesizer, make_synthesizer
+from reader_rag.rag.synthesis import GroundedSynthesizer
 
 
 class ChatStream(StreamingAgentChatResponse):
-    """A streamed answer that ends its generation when the consumer closes `response_gen`, or lets it go."""
+    """A streamed answer; closing or dropping its `response_gen` ends the generation."""
 
     @property
     def response_gen(self) -> Generator[str, None, None]:
-        """The answer's text, piece by piece; can be read once."""
+        """The answer's text as it is generated; can be read once."""
         assert self.chat_stream is not None
         with closing(self.chat_stream) as stream:
             for part in stream:
@@ -32,7 +32,7 @@ class ChatStream(StreamingAgentChatResponse):
         self.response = self.unformatted_response.strip()
 
     async def async_response_gen(self) -> AsyncGenerator[str, None]:
-        """The answer's text, piece by piece; can be read once."""
+        """The answer's text as it is generated; can be read once."""
         assert self.achat_stream is not None
         async with aclosing(self.achat_stream) as stream:
             async for part in stream:
@@ -44,17 +44,18 @@ class ChatStream(StreamingAgentChatResponse):
 class GroundedChatEngine(ContextChatEngine):
     """Answers each message from the passages retrieved for it.
 
-    It differs from its base in this:
-        - Prompts are measured with the LLM's own tokenizer, and nothing retrieved is said plainly.
-        - Text in braces in earlier messages stays text; the base takes it for a template variable.
-        - Streams come straight from the LLM: the base polls a queue in a busy loop, taking a core from the model, and
-          generates on after the consumer has gone. Here closing the stream ends the generation; what was said until
-          then goes to the history. A stream that fails, or is never read, leaves the history as it was.
-        - What stands around the passages in their documents is searched for drafts.
+    Differences from the base class:
+        - Prompts are measured with the LLM's own tokenizer, and without passages the answer is `NOTHING_FOUND`.
+        - Text in braces in earlier messages stays text; the base class reads it as a template variable.
+        - Streams come directly from the LLM. The base class polls a queue in a busy loop, which takes a core from the
+          model, and continues to generate after the consumer has stopped reading. Here closing the stream ends the
+          generation, and the text up to then goes to the history. A stream that fails, or is never read, leaves the
+          history unchanged.
+        - Drafts also come from the passages around the retrieved ones.
 
     Args:
-        surroundings: Finds that text; None searches the passages alone.
-        settings: See the base.
+        surroundings: Finds the passages around the retrieved ones; None: no others.
+        settings: Arguments of `ContextChatEngine`.
     """
 
     def __init__(self, *, surroundings: Surroundings | None = None, **settings: Any) -> None:
@@ -67,12 +68,15 @@ class GroundedChatEngine(ContextChatEngine):
         chat_history: list[ChatMessage] | None = None,
         prev_chunks: list[NodeWithScore] | None = None,
     ) -> ChatStream:
-        """Answer a message; read `response_gen` of what is returned.
+        """Answer a message with a stream.
 
         Args:
             message: The user's message.
-            chat_history: Takes the place of the history kept so far.
-            prev_chunks: Passages to use if none is found for this message.
+            chat_history: Replaces the history so far; None keeps it.
+            prev_chunks: Passages to use if none is retrieved for this message.
+
+        Returns:
+            The stream; read its `response_gen`.
 
         Raises:
             PromptError: The message is empty, or too long for the model's context.
@@ -89,7 +93,7 @@ class GroundedChatEngine(ContextChatEngine):
             try:
                 for delta in response.response_gen:
                     text += delta
-                    yield ChatResponse(message=_said(MessageRole.ASSISTANT, text), delta=delta)
+                    yield ChatResponse(message=_message(MessageRole.ASSISTANT, text), delta=delta)
             except (GeneratorExit, KeyboardInterrupt):
                 response.response_gen.close()
                 self._memory.put_messages(_exchange(message, text))
@@ -106,7 +110,19 @@ class GroundedChatEngine(ContextChatEngine):
         chat_history: list[ChatMessage] | None = None,
         prev_chunks: list[NodeWithScore] | None = None,
     ) -> ChatStream:
-        """As `stream_chat`; read `async_response_gen()` of what is returned."""
+        """Answer a message with a stream for event loops.
+
+        Args:
+            message: The user's message.
+            chat_history: Replaces the history so far; None keeps it.
+            prev_chunks: Passages to use if none is retrieved for this message.
+
+        Returns:
+            The stream; read its `async_response_gen()`.
+
+        Raises:
+            PromptError: The message is empty, or too long for the model's context.
+        """
         if chat_history is not None:
             await self._memory.aset(chat_history)
         nodes = await self._aget_nodes(message) or prev_chunks or []
@@ -120,7 +136,7 @@ class GroundedChatEngine(ContextChatEngine):
             try:
                 async for delta in deltas:
                     text += delta
-                    yield ChatResponse(message=_said(MessageRole.ASSISTANT, text), delta=delta)
+                    yield ChatResponse(message=_message(MessageRole.ASSISTANT, text), delta=delta)
             except GeneratorExit:
                 await deltas.aclose()
                 await self._memory.aput_messages(_exchange(message, text))
@@ -136,20 +152,20 @@ class GroundedChatEngine(ContextChatEngine):
     ) -> GroundedSynthesizer:
         prefix = list(self._prefix_messages)
         system = str(prefix.pop(0).content) if prefix and prefix[0].role == MessageRole.SYSTEM else ""
-        said = [*prefix, *chat_history]
-        # Earlier messages go in as values, not as parts of the template, so that braces in them mean nothing.
-        values: dict[str, Any] = {f"said_{i}": message.content or "" for i, message in enumerate(said)}
+        earlier = [*prefix, *chat_history]
+        # Earlier messages are values of the template, not parts of it, so that braces in them stay text.
+        values: dict[str, Any] = {f"message_{i}": message.content or "" for i, message in enumerate(earlier)}
         values["system_text"] = system
 
         def template(context: str) -> ChatPromptTemplate:
             messages = [
-                _said(self._llm.metadata.system_role, context + "{system_text}"),
-                *(_said(message.role, f"{{said_{i}}}") for i, message in enumerate(said)),
-                _said(MessageRole.USER, "{query_str}"),
+                _message(self._llm.metadata.system_role, context + "{system_text}"),
+                *(_message(message.role, f"{{message_{i}}}") for i, message in enumerate(earlier)),
+                _message(MessageRole.USER, "{query_str}"),
             ]
             return ChatPromptTemplate(messages, **values)
 
-        return make_synthesizer(
+        return GroundedSynthesizer(
             self._llm,
             template(self._context_template.get_template()),
             template(self._context_refine_template.get_template()),
@@ -158,12 +174,12 @@ class GroundedChatEngine(ContextChatEngine):
         )
 
 
-def _said(role: MessageRole, text: str) -> ChatMessage:
+def _message(role: MessageRole, text: str) -> ChatMessage:
     return ChatMessage(content=text, role=role)
 
 
 def _exchange(question: str, answer: str) -> list[ChatMessage]:
-    return [_said(MessageRole.USER, question), _said(MessageRole.ASSISTANT, answer.strip())]
+    return [_message(MessageRole.USER, question), _message(MessageRole.ASSISTANT, answer.strip())]
 
 
 def _sources(message: str, nodes: list[NodeWithScore]) -> list[ToolOutput]:

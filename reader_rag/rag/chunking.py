@@ -1,4 +1,4 @@
-"""Documents -> nodes that an embedding model reads to their last token, each knowing where it lies in its document."""
+"""Splits documents into nodes that fit the embedding model, each with its character span in the document."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from llama_index.core.schema import Document, TextNode
 from reader_rag.rag.embedding import SizedEmbedding
 from reader_rag.rag.files import UnusableFileError
 
-# WordPiece turns an endless word into one [UNK] token: without a bound in characters it would be one endless chunk.
+# WordPiece encodes a word of any length as one [UNK] token, so a chunk is limited in characters too.
 _MOST_CHARACTERS_PER_TOKEN = 16
 _NOT_SPACE = re.compile(r"\S")
 
 
 class Chunker:
-    """LlamaIndex's `SentenceSplitter`, counting as the embedding model does.
+    """LlamaIndex's `SentenceSplitter` with the tokenizer of the embedding model.
 
     Args:
-        embed_model: Whose tokenizer counts.
-        tokens: Most tokens of a chunk, special tokens not counted.
-        overlap: Tokens that neighbouring chunks share at most.
+        embed_model: The embedding model; its tokenizer counts the tokens.
+        tokens: Most tokens of a chunk, without special tokens.
+        overlap: Most tokens that neighbouring chunks share.
     """
 
     def __init__(self, embed_model: SizedEmbedding, tokens: int, overlap: int) -> None:
@@ -33,10 +33,16 @@ class Chunker:
         self._sizes_of_characters: dict[str, int] = {}
 
     def split(self, documents: Sequence[Document]) -> list[TextNode]:
-        """The documents' chunks in order.
+        """Split documents.
+
+        Args:
+            documents: The documents.
+
+        Returns:
+            Their chunks, in order.
 
         Raises:
-            UnusableFileError: A single character takes more tokens than a chunk may have.
+            UnusableFileError: A single character has more tokens than a chunk may have.
         """
         return [node for document in documents for node in self._split(document)]
 
@@ -57,13 +63,13 @@ class Chunker:
                 nodes = build_nodes_from_splits(texts, document)
                 for node in nodes:
                     node.metadata = dict(document.metadata)
-                _place(nodes, document.text)
+                _set_spans(nodes, document.text)
                 return nodes
-            # The tokens of a whole can be more than those of its parts together, which is all the splitter adds up.
+            # A chunk can have more tokens than its parts have together, and the splitter only adds up the parts.
             limit = min(limit - 1, limit * self._tokens // longest)
 
     def _size(self, text: str) -> int:
-        # Text without spaces is split, and so measured, character by character.
+        # The splitter splits text without spaces, and so counts it, character by character.
         if len(text) != 1:
             return max(self._embed_model.count_tokens(text), -(-len(text) // _MOST_CHARACTERS_PER_TOKEN))
         if text not in self._sizes_of_characters:
@@ -71,12 +77,12 @@ class Chunker:
         return self._sizes_of_characters[text]
 
 
-def _place(nodes: Sequence[TextNode], text: str) -> None:
+def _set_spans(nodes: Sequence[TextNode], text: str) -> None:
     """Set each node's character span in the document's text.
 
-    LlamaIndex looks for a chunk from its predecessor's start on, and so places repeated text too early, further so with
-    every chunk. The splitter drops white space only: a chunk begins, at the latest, at the first other character after
-    its predecessor. The last occurrence up to there is the chunk, or reads the same.
+    LlamaIndex searches each chunk from its predecessor's start on, which finds repeated text too early. The splitter
+    drops white space only, so a chunk begins at the latest at the first other character after its predecessor. The last
+    occurrence up to there is the chunk, or is equal to it.
     """
     end = 0
     for node in nodes:

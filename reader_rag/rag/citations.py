@@ -1,8 +1,8 @@
-"""Copied spans of an answer -> the passages and files they were copied from."""
+"""Citations: maps the copied spans of an answer to passages, files and characters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
@@ -15,21 +15,20 @@ DEFAULT_MIN_WORDS = 3
 
 @dataclass(frozen=True)
 class Citation:
-    """A stretch of the answer that stands word for word in a passage.
+    """A span of the answer that is in a passage verbatim. Offsets are in characters, the end is exclusive.
 
     Attributes:
-        text: The stretch.
-        text_start: Its first character in the answer.
-        text_end: One past its last character in the answer.
-        node_id: The passage's node.
-        node_start: First character in the node's text.
-        node_end: One past the last character in the node's text.
-        file_path: The document's file; None if the node does not name one.
+        text: The span's text.
+        text_start: Start in the answer.
+        text_end: End in the answer.
+        node_id: Id of the passage's node.
+        node_start: Start in the node's text.
+        node_end: End in the node's text.
+        file_path: The document's file; None if the node's metadata has none.
         page: Label of the page, for formats with pages.
-        document_start: First character in the document's text (of that page); None if the node does not say where in
-            the document it lies. Line ends count as one character and a byte order mark as none, as `Path.read_text`
-            has it.
-        document_end: One past the last character in the document's text.
+        document_start: Start in the document's text (of that page); None if the node has no character span. Line ends
+            count as one character and a byte order mark as none, as in the text of `Path.read_text`.
+        document_end: End in the document's text; None if the node has no character span.
     """
 
     text: str
@@ -45,17 +44,20 @@ class Citation:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a node's text lies in the passage that the LLM was given."""
+class _Location:
+    """Where a node's text is in a passage that the LLM got.
+
+    Attributes:
+        source: The node.
+        text: The node's text, or the part of it that is in the passage.
+        node_start: Start of `text` in the node's text, in characters.
+        passage_start: Start of `text` in the passage, in characters.
+    """
 
     source: NodeWithScore
     text: str
-    node_start: int  # of `text` in the node's own text
-    passage_start: int  # of `text` in the passage
-
-    @property
-    def passage_end(self) -> int:
-        return self.passage_start + len(self.text)
+    node_start: int = 0
+    passage_start: int = 0
 
 
 def cite(
@@ -66,97 +68,90 @@ def cite(
     *,
     min_words: int = DEFAULT_MIN_WORDS,
 ) -> list[Citation]:
-    """Where an answer was copied from, file and characters.
+    """Find the file and characters that the spans of an answer were copied from.
 
     Args:
-        copied: Spans as the LLM reports them; a passage is either a node (by its id) or the whole `context`.
+        copied: Spans as the LLM reports them; their passage is a node (by its id) or the whole `context`.
         answer: The answer's text.
-        context: The text with all passages that the LLM was given (`context_str`); None takes `context_of(nodes)`.
+        context: The text of all passages in the prompt (`context_str`); None takes `context_of(nodes)`.
         nodes: The retrieved nodes.
-        min_words: Shorter stretches are left out: two words are found everywhere.
+        min_words: Least words of a citation; shorter spans occur by chance.
 
     Returns:
-        Citations in the answer's order. Each `text` equals the node's text at its span, character by character;
-        a reported span for which that does not hold is left out.
+        Citations in the answer's order. Each `text` equals the node's text at its span; a reported span for which that
+        does not hold is left out.
     """
-    if context is None:
-        context = context_of(nodes)
-    passages = {place.source.node.node_id: [place] for place in _whole_nodes(nodes)}
-    in_context = _locate(context, nodes)
+    whole = [_Location(source, source.node.get_content(metadata_mode=MetadataMode.NONE)) for source in nodes]
+    texts = {location.source.node.node_id: location.text for location in whole}
+    texts.setdefault(CONTEXT_ID, context_of(nodes) if context is None else context)
+    locations = {CONTEXT_ID: _in_context(texts[CONTEXT_ID], whole)}
+    locations |= {location.source.node.node_id: [location] for location in whole}
     citations = []
-    for span in _joined(copied, answer, context, passages):
-        places = passages.get(span.passage_id, in_context if span.passage_id == CONTEXT_ID else [])
-        for place, start, end in _within(span, places):
-            citation = _citation(span, place, start, end, answer)
+    for span in _joined(copied, answer, texts):
+        for location in locations.get(span.passage_id, ()):
+            citation = _citation(span, location, answer)
             if citation is not None and len(citation.text.split()) >= min_words:
                 citations.append(citation)
     return citations
 
 
 def context_of(nodes: Sequence[NodeWithScore]) -> str:
-    """The nodes' texts as LlamaIndex's compact synthesis puts them into one prompt (`context_str`)."""
+    """The nodes' texts as LlamaIndex's compact synthesis joins them into one prompt (`context_str`).
+
+    Args:
+        nodes: The retrieved nodes, in the order of the prompt.
+    """
     texts = (source.node.get_content(metadata_mode=MetadataMode.LLM).strip() for source in nodes)
     return "\n\n".join(text for text in texts if text)
 
 
-def _whole_nodes(nodes: Sequence[NodeWithScore]) -> Iterator[_Place]:
-    for source in nodes:
-        yield _Place(source, source.node.get_content(metadata_mode=MetadataMode.NONE), 0, 0)
-
-
-def _locate(context: str, nodes: Sequence[NodeWithScore]) -> list[_Place]:
-    """Each node's text in the context; LlamaIndex joins the nodes' stripped contents in order."""
-    places = []
+def _in_context(context: str, whole: Sequence[_Location]) -> list[_Location]:
+    """Locate the nodes in the context, in which LlamaIndex joins their stripped texts in order."""
+    located = []
     position = 0
-    for whole in _whole_nodes(nodes):
-        text = whole.text.strip()
+    for location in whole:
+        text = location.text.strip()
         found = context.find(text, position) if text else -1
-        if found < 0:
-            continue
-        places.append(replace(whole, text=text, node_start=whole.text.find(text), passage_start=found))
-        position = found + len(text)
-    return places
+        if found >= 0:
+            located.append(_Location(location.source, text, location.text.find(text), found))
+            position = found + len(text)
+    return located
 
 
-def _joined(
-    copied: Sequence[CopiedSpan], answer: str, context: str, passages: dict[str, list[_Place]]
-) -> list[CopiedSpan]:
-    """Spans in the answer's order; those that only a token of the model's own, the same as the passage's, parts are
-    one. (Every step of decoding ends with a token that was not drafted.)"""
+def _joined(copied: Sequence[CopiedSpan], answer: str, texts: Mapping[str, str]) -> list[CopiedSpan]:
+    """The spans in the answer's order, with neighbours joined where the text between them is the passage's too.
+
+    (Every decode step ends with a token that was not drafted, and so not copied.)
+    """
     joined: list[CopiedSpan] = []
     for span in sorted(copied, key=lambda s: s.text_start):
         if joined and joined[-1].passage_id == span.passage_id:
             last = joined[-1]
-            passage = passages[span.passage_id][0].text if span.passage_id in passages else context
             between = answer[last.text_end : span.text_start]
             aligned = span.text_start - last.text_end == span.passage_start - last.passage_end >= 0
-            if aligned and between == passage[last.passage_end : span.passage_start]:
+            if aligned and between == texts.get(span.passage_id, "")[last.passage_end : span.passage_start]:
                 joined[-1] = replace(last, passage_end=span.passage_end, text_end=span.text_end)
                 continue
         joined.append(span)
     return joined
 
 
-def _within(span: CopiedSpan, places: Sequence[_Place]) -> Iterator[tuple[_Place, int, int]]:
-    """The parts of a span that lie in one node each, as passage offsets."""
-    for place in places:
-        start = max(span.passage_start, place.passage_start)
-        end = min(span.passage_end, place.passage_end)
-        if start < end:
-            yield place, start, end
-
-
-def _citation(span: CopiedSpan, place: _Place, start: int, end: int, answer: str) -> Citation | None:
+def _citation(span: CopiedSpan, location: _Location, answer: str) -> Citation | None:
+    """The part of a span that is in one node; None if they do not overlap, or their texts differ."""
+    start = max(span.passage_start, location.passage_start)
+    end = min(span.passage_end, location.passage_start + len(location.text))
+    if start >= end:
+        return None
     text_start = span.text_start + start - span.passage_start
-    in_place = slice(start - place.passage_start, end - place.passage_start)
-    text = place.text[in_place]
+    node_start = start - location.passage_start
+    text = location.text[node_start : end - location.passage_start]
     if answer[text_start : text_start + len(text)] != text:
         return None
     lead = len(text) - len(text.lstrip())
     text = text.strip()
     text_start += lead
-    node_start = place.node_start + in_place.start + lead
-    node = place.source.node
+    node_start += location.node_start + lead
+    node = location.source.node
     offset = node.start_char_idx if isinstance(node, TextNode) else None
     page = node.metadata.get("page_label")
     file_path = node.metadata.get("file_path")

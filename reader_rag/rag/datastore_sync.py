@@ -1,4 +1,4 @@
-"""The passages of a document store in a datastore, to draft from: those that are there, and no others."""
+"""Synchronises a datastore for drafts with the passages of a document store."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from reader_rag.rag.stores.contract import DocumentStore
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What keeping in step changed.
+class SyncReport:
+    """Result of `sync_passages`.
 
     Attributes:
-        added: Passages that are new in the datastore.
-        removed: Passages that are gone from it.
-        total: Passages of the store that it holds now.
+        added: Number of passages added to the datastore.
+        removed: Number of passages removed from it.
+        total: Number of the store's passages in the datastore now.
     """
 
     added: int
@@ -27,32 +27,32 @@ class Kept:
     total: int
 
 
-def keep_in_step(store: DocumentStore, datastore: Datastore, tokenizer: PreTrainedTokenizerBase) -> Kept:
-    """Make a datastore hold the passages of a store, for the store's tenant; what is gone is taken off the disk.
+def sync_passages(store: DocumentStore, datastore: Datastore, tokenizer: PreTrainedTokenizerBase) -> SyncReport:
+    """Make a datastore hold exactly the passages of a store, for the store's tenant.
 
-    Call it after documents were ingested or deleted. Only the differences are tokenised, and other stores' passages
-    in the same datastore stay.
+    Call it after documents were ingested or deleted. Only the differences are tokenised. Removed passages are deleted
+    from the disk; passages of other stores in the same datastore stay.
 
     Args:
-        store: The store, with its tenant.
-        datastore: Opened to be written.
-        tokenizer: Of the model that the datastore is for.
+        store: The store; its tenant's passages are read.
+        datastore: A datastore that is open for writing.
+        tokenizer: Tokenizer of the model that the datastore is for.
 
     Raises:
-        DatastoreError: It cannot be written.
+        DatastoreError: The datastore cannot be written.
     """
     prefix = hashlib.sha256(store.location.encode()).hexdigest()[:12] + "/"
-    space = passages_of(store.tenant)
+    namespace = passages_of(store.tenant)
     wanted = {prefix + node.node_id: node for node in store.get_nodes()}
-    there = {name for name in datastore.documents(namespace=space) if name.startswith(prefix)}
-    gone, new = sorted(there - wanted.keys()), [name for name in wanted if name not in there]
-    for name in gone:
-        datastore.remove(name, namespace=space)
-    for name in new:
+    present = {name for name in datastore.documents(namespace=namespace) if name.startswith(prefix)}
+    removed, added = sorted(present - wanted.keys()), [name for name in wanted if name not in present]
+    for name in removed:
+        datastore.remove(name, namespace=namespace)
+    for name in added:
         tokens = tokenizer(wanted[name].get_content(), add_special_tokens=False, verbose=False)["input_ids"]
         if tokens:
-            datastore.add(name, tokens, namespace=space)
+            datastore.add(name, tokens, namespace=namespace)
     datastore.commit()
-    if gone:
-        datastore.compact(namespace=space, wait=True)
-    return Kept(len(new), len(gone), len(wanted))
+    if removed:
+        datastore.compact(namespace=namespace, wait=True)
+    return SyncReport(len(added), len(removed), len(wanted))

@@ -1,4 +1,4 @@
-"""Embeddings computed on this machine, with the model's own idea of how long a text may be."""
+"""Embedding models that run on this machine and report how many tokens of a text they read."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from reader_rag.util.quiet import quiet_loading
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-# Tokenizers without a limit report an absurdly large one; no text is embedded in one piece beyond this.
+# Limit for models whose tokenizer reports none (a very large number).
 _LONGEST_SEQUENCE = 8192
 
 
 class SizedEmbedding(BaseEmbedding):
-    """An embedding that can say how much text it reads, so that no chunk is cut off unseen.
+    """An embedding that reports how many tokens it reads, so that no chunk is truncated silently.
 
-    Ingestion works with any subclass; `LocalEmbedding` is the one that comes with the package.
+    Ingestion works with any subclass; `LocalEmbedding` is the one of this package.
     """
 
     @property
     @abstractmethod
     def max_text_tokens(self) -> int:
-        """Most tokens of text that are embedded; what lies beyond would be ignored by the model."""
+        """Most tokens of a text that the model reads; it ignores the rest."""
 
     @abstractmethod
     def count_tokens(self, text: str) -> int:
-        """Number of tokens of a text by the model's own tokenizer, special tokens not counted."""
+        """Number of tokens of a text by the model's own tokenizer, without special tokens."""
 
 
 class LocalEmbedding(SizedEmbedding):
@@ -41,18 +41,18 @@ class LocalEmbedding(SizedEmbedding):
 
     Args:
         model_name: An alias ("minilm"), a hub id or a local folder.
-        device: Where it runs ("cpu", "cuda:0", ...); None takes the best there is.
+        device: Device of the model ("cpu", "cuda:0", ...); None lets sentence-transformers choose.
         embed_batch_size: Texts per forward pass.
-        trust_remote_code: Run code that comes with the model. Off unless you trust its author.
+        trust_remote_code: Whether to run code that comes with the model. Enable it only for authors you trust.
         kwargs: Other fields of LlamaIndex's `BaseEmbedding`.
 
     Raises:
-        ModelNotFoundError: There is no such model here or on the hub.
-        ModelError: The model is there, but it cannot be loaded as an embedding model.
+        ModelNotFoundError: There is no such model on this machine or on the hub.
+        ModelError: The model cannot be loaded as an embedding model.
     """
 
     _model: SentenceTransformer = PrivateAttr()
-    # Fast tokenizers keep truncation as mutable state ("Already borrowed" when threads share one), so one at a time.
+    # Fast tokenizers keep truncation as mutable state and raise "Already borrowed" when threads share one.
     _lock: threading.Lock = PrivateAttr()
     _max_text_tokens: int = PrivateAttr()
 
@@ -79,13 +79,13 @@ class LocalEmbedding(SizedEmbedding):
 
     @property
     def max_tokens(self) -> int:
-        """The model's own sequence limit, special tokens included."""
+        """The model's sequence limit, with special tokens."""
         limit = self._model.max_seq_length or int(self._model.tokenizer.model_max_length)
         return min(int(limit), _LONGEST_SEQUENCE)
 
     @property
     def max_text_tokens(self) -> int:
-        """`max_tokens` less the special tokens and the prefix that the model puts before a document."""
+        """`max_tokens` without the special tokens and the prompt that the model puts before a document."""
         return self._max_text_tokens
 
     @property
@@ -93,22 +93,22 @@ class LocalEmbedding(SizedEmbedding):
         """Length of the vectors."""
         dimension = self._model.get_embedding_dimension()
         if dimension is None:
-            raise ModelError(f"the embedding model {self.model_name!r} does not say how long its vectors are")
+            raise ModelError(f"the embedding model {self.model_name!r} does not report the length of its vectors")
         return int(dimension)
 
     @property
     def device(self) -> str:
-        """Where the model runs."""
+        """Device of the model."""
         return str(self._model.device)
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens and without truncation."""
+        """Token ids of a text, without special tokens and truncation."""
         with self._lock:
             ids = self._model.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         return [int(i) for i in ids]
 
     def count_tokens(self, text: str) -> int:
-        """Number of tokens of a text by the model's own tokenizer, special tokens not counted."""
+        """Number of tokens of a text by the model's own tokenizer, without special tokens."""
         return len(self.tokenize(text))
 
     def _get_query_embedding(self, query: str) -> Embedding:
@@ -158,7 +158,7 @@ def _load(model_name: str, device: str | None, trust_remote_code: bool) -> Sente
 
 
 def _document_prompt(model: SentenceTransformer) -> str:
-    """The prefix that `encode_document` puts before a text; it takes room from the text."""
+    """The prompt that `encode_document` puts before a text; it counts towards the sequence limit."""
     for name in ("document", "passage", "corpus"):
         if name in model.prompts:
             return str(model.prompts[name] or "")

@@ -1,6 +1,6 @@
-"""Retriever, query engine and chat engine over a document store, made of LlamaIndex's own parts.
+"""Retriever, query engine and chat engine over a document store, built of LlamaIndex's own components.
 
-LlamaIndex's global `Settings` are neither changed nor relied on: models, tokenizer and prompts are passed on.
+LlamaIndex's global `Settings` are neither changed nor read: models, tokenizer and prompts are passed as arguments.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from reader_rag.rag.prompts import CHAT_CONTEXT, CHAT_REFINE, CHAT_SYSTEM, NOTHI
 from reader_rag.rag.stores.contract import DocumentStore
 from reader_rag.rag.stores.location import open_store
 from reader_rag.rag.surroundings import MOST_CHARACTERS, Surroundings
-from reader_rag.rag.synthesis import PromptBudget, make_synthesizer
+from reader_rag.rag.synthesis import GroundedSynthesizer, PromptBudget
 
 __all__ = ["NOTHING_FOUND", "make_chat_engine", "make_query_engine", "make_retriever", "open_store"]
 
 DEFAULT_TOP_K = 4
-_HISTORY_SHARE = 0.3  # of the context window; passages and the answer need the rest
+_HISTORY_SHARE = 0.3  # share of the context window; passages and the answer need the rest
 
 
 class QuestionRetriever(VectorIndexRetriever):
-    """LlamaIndex's retriever, which refuses an empty question and brings a text that several files share once."""
+    """LlamaIndex's retriever; it refuses an empty question and returns equal texts once."""
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         _require_question(query_bundle)
@@ -56,19 +56,18 @@ def make_retriever(
     filters: MetadataFilters | None = None,
     tenant: str | None = None,
 ) -> BaseRetriever:
-    """A retriever of the passages nearest to a question; an empty question raises `PromptError`.
+    """Make a retriever of the passages most similar to a question; an empty question raises `PromptError`.
 
     Args:
-        store: Where to look.
-        embed_model: The model that the store was made with.
-        top_k: Most passages; fewer come where several of them have the same text.
-        cutoff: Least cosine similarity of a passage; None takes the store's own (none unless set).
+        store: The store to search.
+        embed_model: The embedding model that the store was made with.
+        top_k: Most passages; fewer are returned where several have the same text.
+        cutoff: Least cosine similarity of a passage; None takes the store's `similarity_cutoff`.
         filters: Conditions on the passages' metadata, e.g. `file_name`.
-        tenant: Whose documents are searched, and no others; None: those of the store's own tenant, "" unless it was
-            opened for another.
+        tenant: The tenant whose documents are searched; None: the store's own tenant.
 
     Raises:
-        ConfigError: `top_k` below 1, a cutoff outside -1..1, or a name that no tenant can have.
+        ConfigError: `top_k` is below 1, the cutoff outside -1..1, or the tenant's name invalid.
     """
     if top_k < 1:
         raise ConfigError(f"top_k must be at least 1, not {top_k}")
@@ -76,7 +75,7 @@ def make_retriever(
         raise ConfigError(f"cutoff is a cosine similarity, -1..1, not {cutoff}")
     # LlamaIndex would take the splitter, which this index never uses, from the global settings.
     index = VectorStoreIndex.from_vector_store(
-        _of(store, tenant), embed_model=embed_model, transformations=[SentenceSplitter(tokenizer=str.split)]
+        _for_tenant(store, tenant), embed_model=embed_model, transformations=[SentenceSplitter(tokenizer=str.split)]
     )
     return QuestionRetriever(
         index,
@@ -100,29 +99,30 @@ def make_query_engine(
     beyond: int = MOST_CHARACTERS,
     tenant: str | None = None,
 ) -> RetrieverQueryEngine:
-    """A query engine that answers from the store's passages, or with `NOTHING_FOUND` where there are none.
+    """Make a query engine that answers from retrieved passages, or with `NOTHING_FOUND` where none is retrieved.
 
     Args:
-        store: Where to look.
-        llm: Who answers: any LlamaIndex LLM. With a `tokenizer` attribute, prompts are measured with it.
-        embed_model: The model that the store was made with.
+        store: The store to search.
+        llm: Any LlamaIndex LLM. Prompts are measured with its `tokenizer` attribute, if it has one.
+        embed_model: The embedding model that the store was made with.
         top_k: Most passages.
-        cutoff: Least cosine similarity of a passage.
-        streaming: `query` returns a response whose `response_gen` yields text as it is made.
+        cutoff: Least cosine similarity of a passage; None takes the store's `similarity_cutoff`.
+        streaming: Whether `query` returns a response whose `response_gen` yields text while it is generated.
         filters: Conditions on the passages' metadata.
-        prompt: Takes the place of the built-in prompt; with `{context_str}` and `{query_str}`.
-        beyond: Most characters of the passages' own documents that are searched for drafts besides the prompt (which
-            does not grow by them); 0: none.
-        tenant: Whose documents are searched, and on whose behalf a `ReaderLLM` is called; None: the store's own
-            tenant, and that of an LLM from `for_tenant` where the store has none.
+        prompt: Replaces the built-in prompt; a template with `{context_str}` and `{query_str}`.
+        beyond: Most characters of the surrounding passages that are indexed for drafts and not put into the prompt: the
+            rest of the retrieved passages' documents, nearest first; 0: none.
+        tenant: The tenant whose documents are searched and whose calls a `ReaderLLM` makes; None: the store's own
+            tenant, or that of an LLM from `for_tenant` where the store has none.
 
     Raises:
-        ConfigError: As `make_retriever`, or store and LLM are for two tenants and none is named. Queries raise
-            `PromptError` for an empty or too long question.
+        ConfigError: A setting or the tenant's name is invalid, or store and LLM have different tenants and `tenant` is
+            None. Queries raise `PromptError` for an empty or too long question.
     """
-    store, llm = _of(store, tenant), _speaking(llm, store, tenant)
-    around = Surroundings(store, beyond)
-    synthesizer = make_synthesizer(llm, prompt or QA_PROMPT, REFINE_PROMPT, streaming=streaming, surroundings=around)
+    store, llm = _for_tenant(store, tenant), _llm_for_tenant(llm, store, tenant)
+    synthesizer = GroundedSynthesizer(
+        llm, prompt or QA_PROMPT, REFINE_PROMPT, streaming=streaming, surroundings=Surroundings(store, beyond)
+    )
     return RetrieverQueryEngine(make_retriever(store, embed_model, top_k, cutoff, filters), synthesizer)
 
 
@@ -140,27 +140,30 @@ def make_chat_engine(
     beyond: int = MOST_CHARACTERS,
     tenant: str | None = None,
 ) -> GroundedChatEngine:
-    """A chat engine: each message is answered from the passages found for it, with the conversation so far in view.
+    """Make a chat engine that answers each message from the passages retrieved for it and the conversation so far.
 
     Args:
-        store: Where to look.
-        llm: Who answers.
-        embed_model: The model that the store was made with.
+        store: The store to search.
+        llm: Any LlamaIndex LLM. Prompts are measured with its `tokenizer` attribute, if it has one.
+        embed_model: The embedding model that the store was made with.
         top_k: Most passages per message.
-        cutoff: Least cosine similarity of a passage.
+        cutoff: Least cosine similarity of a passage; None takes the store's `similarity_cutoff`.
         filters: Conditions on the passages' metadata.
-        memory: Keeps the conversation; None keeps as many recent messages as fit in 30% of the context window.
-        chat_history: Earlier messages to begin with; only without `memory`.
-        system_prompt: How the LLM is to behave.
-        beyond: As in `make_query_engine`.
-        tenant: As in `make_query_engine`. A memory of yours that calls an LLM calls it as you made it.
+        memory: Memory of the conversation; None keeps the most recent messages that fit in 30% of the context window.
+        chat_history: Initial messages; only without `memory`.
+        system_prompt: Instructions for the LLM.
+        beyond: Most characters of the surrounding passages that are indexed for drafts and not put into the prompt.
+        tenant: The tenant whose documents are searched and whose calls a `ReaderLLM` makes; None: the store's own
+            tenant, or that of an LLM from `for_tenant` where the store has none. An LLM that `memory` calls
+            is not bound to it.
 
     Raises:
-        ConfigError: As `make_query_engine`, or both `memory` and `chat_history`.
+        ConfigError: A setting or the tenant's name is invalid, store and LLM have different tenants and `tenant` is
+            None, or both `memory` and `chat_history` are given.
     """
     if memory is not None and chat_history:
         raise ConfigError("give memory or chat_history, not both")
-    store, llm = _of(store, tenant), _speaking(llm, store, tenant)
+    store, llm = _for_tenant(store, tenant), _llm_for_tenant(llm, store, tenant)
     budget = PromptBudget.of(llm)
     return GroundedChatEngine(
         retriever=make_retriever(store, embed_model, top_k, cutoff, filters),
@@ -174,20 +177,20 @@ def make_chat_engine(
     )
 
 
-def _of(store: DocumentStore, tenant: str | None) -> DocumentStore:
+def _for_tenant(store: DocumentStore, tenant: str | None) -> DocumentStore:
     return store if tenant is None else store.for_tenant(tenant)
 
 
-def _speaking(llm: LLM, store: DocumentStore, tenant: str | None) -> LLM:
-    """The LLM, called on behalf of whoever is asked for: what it keeps of a tenant's documents serves nobody else."""
+def _llm_for_tenant(llm: LLM, store: DocumentStore, tenant: str | None) -> LLM:
+    """The LLM bound to the tenant, so that its caches and draft state of the tenant's documents serve no other."""
     if isinstance(llm, StructuredLLM):
-        return llm.model_copy(update={"llm": _speaking(llm.llm, store, tenant)})
+        return llm.model_copy(update={"llm": _llm_for_tenant(llm.llm, store, tenant)})
     if not isinstance(llm, ReaderLLM):
         return llm
     if tenant is None and llm.tenant and store.tenant and llm.tenant != store.tenant:
         raise ConfigError(
-            f"the store is for the tenant {store.tenant!r} and the LLM for {llm.tenant!r}: name the one that asks "
-            "(tenant=...)"
+            f"the store is bound to the tenant {store.tenant!r} and the LLM to {llm.tenant!r}: "
+            "pass the tenant of the question (tenant=...)"
         )
     return llm.for_tenant((store.tenant or llm.tenant) if tenant is None else tenant)
 

@@ -1,4 +1,4 @@
-"""Files on disk -> LlamaIndex documents; what cannot be read as text is told apart, with the reason."""
+"""Reads files into LlamaIndex documents; a file that cannot be read as text is reported with the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reader_rag.util.one_line import first_line
 OFFICE_SUFFIXES = frozenset({".pdf", ".docx", ".pptx", ".pptm", ".ppt", ".epub", ".hwp", ".xls", ".xlsx"})
 
 _BYTE_ORDER_MARKS = (
-    # UTF-32 first: its little-endian mark begins with that of UTF-16.
+    # UTF-32 first: its little-endian mark begins with the one of UTF-16.
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -29,20 +29,20 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
-_MOST_CONTROL_CHARACTERS = 0.01  # of all characters; text has none or a stray one
+_MOST_CONTROL_CHARACTERS = 0.01  # share of all characters; text has none or a single one
 
 
 class UnusableFileError(Exception):
-    """A file that cannot go into the store; the message is the reason, shown to the user."""
+    """A file that cannot be ingested; the message is the reason, shown to the user."""
 
 
 @dataclass
 class FoundFiles:
-    """What a root holds.
+    """The files under a root.
 
     Attributes:
-        root: Absolute path of what the user named.
-        files: Absolute paths, sorted; hidden files and folders are left out.
+        root: Absolute path of the file or folder that the user passed.
+        files: Absolute paths, sorted, without hidden files and folders.
         unlisted: Folders that could not be listed, with the reason.
     """
 
@@ -51,18 +51,18 @@ class FoundFiles:
     unlisted: list[tuple[Path, str]] = field(default_factory=list)
 
 
-def find_files(root: Path, leave_out: Path | None) -> FoundFiles:
-    """The files under a root, which may be a file itself.
+def find_files(root: Path, exclude: Path | None) -> FoundFiles:
+    """List the files under a root.
 
     Args:
-        root: A folder or a file.
-        leave_out: A folder to pass over: the store's own, if it has one.
+        root: A folder, or a single file.
+        exclude: A folder to skip: the store's own; None: no folder.
 
     Raises:
-        IngestError: There is no such path, or it can never be a document.
+        IngestError: There is no such path, or it cannot be read.
     """
     root = Path(os.path.realpath(root))
-    passed_over = None if leave_out is None else Path(os.path.realpath(leave_out))
+    excluded = None if exclude is None else Path(os.path.realpath(exclude))
     try:
         kind = root.stat().st_mode
     except OSError as error:
@@ -77,17 +77,20 @@ def find_files(root: Path, leave_out: Path | None) -> FoundFiles:
 
     for folder, subfolders, names in os.walk(root, onerror=note):
         here = Path(folder)
-        subfolders[:] = sorted(s for s in subfolders if not s.startswith(".") and here / s != passed_over)
+        subfolders[:] = sorted(s for s in subfolders if not s.startswith(".") and here / s != excluded)
         found.files.extend(here / name for name in names if not name.startswith("."))
     found.files.sort()
     return found
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's content.
+    """Read a file.
+
+    Args:
+        path: Path of the file.
 
     Raises:
-        UnusableFileError: It cannot be read, is no regular file (a pipe would wait for ever), or is empty.
+        UnusableFileError: The file cannot be read, is empty, or is not a regular file (reading a pipe would block).
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -101,13 +104,18 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse(path: Path, data: bytes) -> list[Document]:
-    """One document per file, or per page where the format has pages.
+    """Turn a file's content into documents.
 
-    Each has `id_` = the path, and the metadata `file_path`, `file_name` and what the format's reader adds
-    (`page_label`), all hidden from the LLM and the embedding: both see the text alone.
+    Args:
+        path: Path of the file; its suffix selects the reader.
+        data: The file's content.
+
+    Returns:
+        One document, or one for each page of a format with pages. `id_` is the path. The metadata (`file_path`,
+        `file_name`, and `page_label` from readers of formats with pages) is hidden from the LLM and the embedding.
 
     Raises:
-        UnusableFileError: The content is binary, in an unknown encoding, holds no text, or its reader is missing.
+        UnusableFileError: The content is binary, in an unknown encoding or without text, or its reader is missing.
     """
     office = path.suffix.lower() in OFFICE_SUFFIXES
     documents = _read_office_file(path) if office else [Document(text=decode(data))]
@@ -124,12 +132,16 @@ def parse(path: Path, data: bytes) -> list[Document]:
 
 
 def decode(data: bytes) -> str:
-    """Text as `Path.read_text` gives it: line ends are newlines, a byte order mark is dropped.
+    """Decode text: UTF-8, or UTF-16 and UTF-32 with a byte order mark.
 
-    UTF-8 is read without a mark, UTF-16 and UTF-32 with one.
+    Args:
+        data: The encoded text.
+
+    Returns:
+        The text with newlines as line ends and without a byte order mark, as `Path.read_text` returns it.
 
     Raises:
-        UnusableFileError: Binary content, or another encoding.
+        UnusableFileError: The content is binary or in another encoding.
     """
     encoding = next((name for mark, name in _BYTE_ORDER_MARKS if data.startswith(mark)), "utf-8")
     if encoding == "utf-8" and b"\0" in data:
@@ -144,7 +156,12 @@ def decode(data: bytes) -> str:
 
 
 def content_hash(data: bytes, settings: str) -> str:
-    """Hash of a file's bytes and of the settings it is split with."""
+    """Hash of a file and of the chunk settings.
+
+    Args:
+        data: The file's content.
+        settings: Description of the chunk settings.
+    """
     return hashlib.sha256(settings.encode() + b"\0" + data).hexdigest()
 
 
@@ -157,5 +174,5 @@ def _read_office_file(path: Path) -> list[Document]:
         return SimpleDirectoryReader.load_file(path, file_metadata=lambda _: {}, file_extractor={}, raise_on_error=True)
     except ImportError as error:
         raise UnusableFileError(f"the reader of {path.suffix} files lacks a package: {first_line(error)}") from error
-    except Exception as error:  # the readers of many formats raise whatever they like, wrapped in a bare Exception
+    except Exception as error:  # readers raise errors of many libraries, wrapped in a bare Exception
         raise UnusableFileError(f"not a readable {path.suffix} file: {first_line(error.__cause__ or error)}") from error

@@ -1,4 +1,4 @@
-"""Bring a store up to date with files on disk: file by file, and then in one commit."""
+"""`ingest`: updates a store from files, in one commit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_CHUNK_TOKENS = 256
 DEFAULT_CHUNK_OVERLAP = 32
 
 _SMALLEST_CHUNK = 16
-# Part of each file's hash: raise it when the same settings begin to split differently, and stores are made anew.
+# Part of each file's hash: a new version makes every store split and embed its files again.
 _CHUNKER_VERSION = 1
 _LOCK_NAME = "ingest.lock"
 _COMMIT_LOCK_NAME = "commit.lock"
@@ -35,12 +35,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """A file or folder that could not be used.
+    """A file or folder that could not be ingested.
 
     Attributes:
         path: Absolute path.
-        reason: Why, in a few words.
-        kept_old: The store holds what the path had at an earlier ingestion, and keeps it.
+        reason: The reason in a few words.
+        kept_old: Whether the store keeps the path's content of an earlier ingestion.
     """
 
     path: Path
@@ -50,16 +50,16 @@ class SkippedFile:
 
 @dataclass(frozen=True)
 class IngestReport:
-    """What an ingestion did.
+    """Result of an ingestion.
 
     Attributes:
         added: Files that are new in the store.
-        updated: Files whose content had changed.
+        updated: Files whose content or chunk settings changed.
         unchanged: Files that were not embedded again.
-        removed: Files that are gone from their root.
-        skipped: Files and folders that could not be used, with reasons.
-        chunks: Number of nodes that are new in the store.
-        total_chunks: Number of nodes of the tenant in the store now.
+        removed: Files that no longer exist under their root.
+        skipped: Files and folders that could not be ingested, with reasons.
+        chunks: Number of nodes of the added and updated files.
+        total_chunks: Number of the tenant's nodes in the store after the ingestion.
     """
 
     added: tuple[Path, ...]
@@ -72,13 +72,13 @@ class IngestReport:
 
     @property
     def ok(self) -> bool:
-        """True if every file found could be used."""
+        """Whether every file could be ingested."""
         return not self.skipped
 
 
 @dataclass
 class _Plan:
-    """The changes that one ingestion will commit."""
+    """The changes that one ingestion commits."""
 
     records: list[DocumentRecord] = field(default_factory=list)
     nodes: list[TextNode] = field(default_factory=list)
@@ -99,43 +99,42 @@ def ingest(
     progress: Progress | None = None,
     tenant: str = "",
 ) -> IngestReport:
-    """Bring a tenant's documents in the store up to date with what lies under some paths.
+    """Update a tenant's documents in a store from the files under some paths.
 
-    New and changed files are split and embedded first; then documents and vectors are swapped in one commit. Until
-    that commit the store answers as before, and it stays as it was if anything fails. A vector database has no such
-    commits: there, what was broken off is made good by the next ingestion. Files under other roots stay, and so does
-    all that is another tenant's, also where it is the same file. A file that can no longer be read keeps its last good
-    content and is reported.
+    New and changed files are split and embedded first; then documents and vectors are swapped in one commit. Until that
+    commit queries see the old content, and an error leaves the store unchanged. A vector database has no such commits:
+    there the next ingestion completes an interrupted one. Files under other roots and documents of other tenants stay.
+    A file that can no longer be read keeps its last content in the store and is reported.
 
     Args:
-        paths: Folders and files, or one of them. Hidden files and folders inside are passed over, and links to
-            folders not followed.
+        paths: Files and folders, or a single one. Hidden files and folders inside are skipped, and links to folders are
+            not followed.
         store: Folder of the store, or the URL of a collection in a vector database (`qdrant://...`, `milvus://...`);
-            made when there is something to put in.
-        embed_model: The model that the store is for.
-        chunk_tokens: Longest chunk, in the embedding's tokens; None takes 256 or the model's limit if that is less.
-        chunk_overlap: Tokens that neighbouring chunks share.
+            made with the first documents.
+        embed_model: The embedding model of the store.
+        chunk_tokens: Most tokens of a chunk, by the embedding's tokenizer; None takes 256, or the model's limit if that
+            is lower.
+        chunk_overlap: Most tokens that neighbouring chunks share.
         progress: Called as (stage, done, total) with the stages "read" (files) and "embed" (distinct chunks).
-        tenant: Whose documents they are: nobody else's queries find them.
+        tenant: The tenant who owns the documents; only the tenant's queries find them.
 
     Returns:
-        What was done, and which files were skipped and why.
+        The files that were added, updated, removed and skipped.
 
     Raises:
-        IngestError: A path does not exist, or there is no usable file at all; the store is unchanged.
-        ConfigError: Chunk settings that contradict each other or the model's limit, or a name that no tenant can have.
+        IngestError: A path does not exist, or no file can be ingested; the store is unchanged.
+        ConfigError: The chunk settings contradict each other or the model's limit, or the tenant's name is invalid.
         StoreBusyError: Another ingestion for this tenant into this store is running.
-        StoreError: The store cannot be used or written, or is for another embedding model.
+        StoreError: The store cannot be used or written, or was made with another embedding model.
     """
     checked_tenant(tenant)
     tokens = _checked_chunk_tokens(chunk_tokens, chunk_overlap, embed_model.max_text_tokens)
     settings = f"chunker {_CHUNKER_VERSION}, {tokens} tokens, overlap {chunk_overlap}"
     report = progress or (lambda stage, done, total: None)
-    own_folder = local_folder(store)
-    named = [paths] if isinstance(paths, (str, Path)) else paths
-    roots = [find_files(Path(path), own_folder) for path in named]
+    listed = [paths] if isinstance(paths, (str, Path)) else paths
+    roots = [find_files(Path(path), exclude=local_folder(store)) for path in listed]
     _require_files(roots)
-    with _only_ingestion(store, tenant):
+    with _ingestion_lock(store, tenant):
         known = _known_documents(store, embed_model, tenant)
         plan = _Plan()
         files = {file: found.root for found in reversed(roots) for file in found.files}
@@ -144,13 +143,15 @@ def ingest(
             report("read", done, len(files))
             _plan_file(plan, file, root, known, settings, chunker, tenant)
         report("read", len(files), len(files))
-        _plan_unlisted_and_gone(plan, roots, known)
+        _plan_unlisted_and_removed(plan, roots, known)
         if not (plan.records or plan.unchanged):
             first = plan.skipped[0]
-            raise IngestError(f"none of the {len(plan.skipped)} files can be used, e.g. {first.path}: {first.reason}")
+            raise IngestError(
+                f"none of the {len(plan.skipped)} files can be ingested, e.g. {first.path}: {first.reason}"
+            )
         _embed(plan.nodes, embed_model, report)
         with (
-            # In turn with other tenants' ingestions: SQLite would give up while a large commit goes on.
+            # Serialises the commits of all tenants: SQLite's timeout is shorter than a large commit.
             FileLock(lock_folder(store) / _COMMIT_LOCK_NAME),
             open_store(store, embed_model=embed_model, tenant=tenant, must_exist=False) as opened,
         ):
@@ -159,8 +160,8 @@ def ingest(
             return _report(plan, opened.num_nodes)
 
 
-def _checked_chunk_tokens(asked: int | None, overlap: int, limit: int) -> int:
-    tokens = min(DEFAULT_CHUNK_TOKENS, limit) if asked is None else asked
+def _checked_chunk_tokens(chunk_tokens: int | None, overlap: int, limit: int) -> int:
+    tokens = min(DEFAULT_CHUNK_TOKENS, limit) if chunk_tokens is None else chunk_tokens
     if tokens > limit:
         raise ConfigError(f"the embedding model reads {limit} tokens at most: chunk_tokens cannot be {tokens}")
     if tokens < _SMALLEST_CHUNK:
@@ -171,18 +172,18 @@ def _checked_chunk_tokens(asked: int | None, overlap: int, limit: int) -> int:
 
 
 def _require_files(roots: Sequence[FoundFiles]) -> None:
-    """Every path must yield a file: an empty folder is likelier a mistake than a wish to forget what was in it."""
+    """Require a file under every path: an empty folder is more likely a mistake than a request to remove its files."""
     if not roots:
         raise IngestError("no path was given: name a file or folder to ingest")
     for found in roots:
         if not found.files:
-            reason = found.unlisted[0][1] if found.unlisted else "no file in it (hidden files are passed over)"
+            reason = found.unlisted[0][1] if found.unlisted else "no file in it (hidden files are skipped)"
             raise IngestError(f"{found.root}: {reason}; nothing was changed")
 
 
 @contextmanager
-def _only_ingestion(store: str | Path, tenant: str) -> Iterator[None]:
-    """Hold the tenant's ingestion lock: embedding takes long, and two at once would do the same work twice."""
+def _ingestion_lock(store: str | Path, tenant: str) -> Iterator[None]:
+    """Hold the tenant's ingestion lock, because two ingestions at once would embed the same files twice."""
     folder = lock_folder(store)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,12 +202,12 @@ def _only_ingestion(store: str | Path, tenant: str) -> Iterator[None]:
 
 
 def _lock_name(tenant: str) -> str:
-    # A name may hold characters that no file can have, and file systems take "A" for "a".
+    # A hash, because names may hold characters that file names cannot, and some file systems ignore case.
     return f"ingest-{hashlib.sha256(tenant.encode()).hexdigest()[:32]}.lock" if tenant else _LOCK_NAME
 
 
 def _known_documents(store: str | Path, embed_model: SizedEmbedding, tenant: str) -> dict[str, DocumentRecord]:
-    """What the store holds of a tenant, after checking that it is whole and for this embedding model."""
+    """The tenant's records by path, after checking the store and its embedding model."""
     try:
         with open_store(store, embed_model=embed_model, tenant=tenant) as opened:
             return {record.path: record for record in opened.documents()}
@@ -235,7 +236,7 @@ def _plan_file(
         plan.skipped.append(SkippedFile(file, str(error), kept_old=old is not None))
         return
     for number, node in enumerate(nodes):
-        # Of tenants that have the same file, each has nodes of its own.
+        # Tenants with the same file have nodes of different ids.
         owner = f"\0{tenant}" if tenant else ""
         node.id_ = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{file}\0{digest}\0{number}{owner}"))
     plan.nodes.extend(nodes)
@@ -243,8 +244,8 @@ def _plan_file(
     (plan.added if old is None else plan.updated).append(file)
 
 
-def _plan_unlisted_and_gone(plan: _Plan, roots: Sequence[FoundFiles], known: dict[str, DocumentRecord]) -> None:
-    """A known file is gone if its root no longer yields it; below a folder that cannot be listed no one can tell."""
+def _plan_unlisted_and_removed(plan: _Plan, roots: Sequence[FoundFiles], known: dict[str, DocumentRecord]) -> None:
+    """Plan the removal of known files that their root no longer has, except below folders that cannot be listed."""
     unlisted = [(folder, reason) for found in roots for folder, reason in found.unlisted]
     for folder, reason in unlisted:
         kept = any(Path(path).is_relative_to(folder) for path in known)
@@ -253,16 +254,16 @@ def _plan_unlisted_and_gone(plan: _Plan, roots: Sequence[FoundFiles], known: dic
     root_names = {str(found.root) for found in roots}
     for path, record in known.items():
         covered = any(Path(path).is_relative_to(found.root) for found in roots)
-        hidden_from_us = any(Path(path).is_relative_to(folder) for folder, _ in unlisted)
-        if not covered or hidden_from_us or path in found_now:
+        unknown = any(Path(path).is_relative_to(folder) for folder, _ in unlisted)
+        if not covered or unknown or path in found_now:
             continue
-        # A root inside a hidden folder is passed over by the roots around it, and must outlive that.
+        # A root inside a hidden folder is not listed by the roots around it, which must not remove its files.
         if record.root in root_names or not os.path.lexists(path):
             plan.removed.append(Path(path))
 
 
 def _embed(nodes: Sequence[TextNode], embed_model: SizedEmbedding, report: Progress) -> None:
-    """Set the nodes' embeddings; a text that several files share is embedded once."""
+    """Set the nodes' embeddings; equal texts are embedded once."""
     sharing: dict[str, list[TextNode]] = {}
     for node in nodes:
         sharing.setdefault(node.get_content(metadata_mode=MetadataMode.EMBED), []).append(node)

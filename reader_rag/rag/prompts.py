@@ -1,6 +1,6 @@
-"""What the LLM and the reader are told: prompts, and the answer when there is none.
+"""Prompts of the query and chat engines, and the answer without passages.
 
-Prompts are short and put the passages first and the question last: small instruct models follow what is nearest.
+Prompts are short, with the passages first and the question last: small instruct models follow the last text best.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Text beyond the prompt: what stands around the retrieved passages in their documents.
+"""Passages around the retrieved ones in their documents, for the draft index only.
 
-An answer often goes on where a passage ends, or repeats a sentence of the same document that was not retrieved. Such
-text costs the prompt nothing when it is only searched for drafts.
+An answer often continues where a passage ends, or repeats a sentence of the same document that was not retrieved. Text
+that is only indexed for drafts does not lengthen the prompt.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from reader_rag.rag.stores.contract import DocumentStore
 
 MOST_CHARACTERS = 24_000
-"""Of text beyond the prompt, for one question; about 6,000 tokens."""
+"""Most characters of surrounding passages for one question by default; about 6,000 tokens."""
 
 
 class Surroundings:
     """Finds the other passages of the documents that retrieved passages belong to.
 
     Args:
-        store: Where the passages came from.
-        most_characters: Most text to bring; 0 brings none.
+        store: The store that the passages were retrieved from.
+        most_characters: Most characters of all surrounding passages together; 0: no passages.
     """
 
     def __init__(self, store: DocumentStore, most_characters: int = MOST_CHARACTERS) -> None:
@@ -29,27 +29,27 @@ class Surroundings:
         self._most = most_characters
 
     def of(self, retrieved: Sequence[NodeWithScore]) -> list[BaseNode]:
-        """The passages around these ones.
+        """The other passages of the documents.
 
         Args:
-            retrieved: What the prompt is made of, the nearest first.
+            retrieved: The retrieved passages, most similar first.
 
         Returns:
-            Passages that are not among them: those next to a retrieved one first, then those one further away, and so
-            on through the whole documents, as many as fit.
+            Passages that were not retrieved, by their distance from a retrieved one in the document, nearest first, up
+            to the limit of characters.
         """
         if not self._most or not retrieved:
             return []
-        held = {source.node.node_id for source in retrieved}
+        retrieved_ids = {source.node.node_id for source in retrieved}
         documents = list(dict.fromkeys(source.node.ref_doc_id for source in retrieved if source.node.ref_doc_id))
         ranked: list[tuple[int, int, BaseNode]] = []
         for rank, document in enumerate(documents):
             nodes = self._store.get_nodes(doc_ids=[document])
-            places = [at for at, node in enumerate(nodes) if node.node_id in held]
+            positions = [i for i, node in enumerate(nodes) if node.node_id in retrieved_ids]
             ranked += [
-                (min((abs(at - place) for place in places), default=len(nodes)), rank, node)
-                for at, node in enumerate(nodes)
-                if node.node_id not in held
+                (min((abs(i - position) for position in positions), default=len(nodes)), rank, node)
+                for i, node in enumerate(nodes)
+                if node.node_id not in retrieved_ids
             ]
         ranked.sort(key=lambda entry: entry[:2])
         chosen, room = [], self._most

@@ -1,4 +1,4 @@
-"""LlamaIndex's compact-and-refine synthesis, measured with the LLM's own tokenizer."""
+"""LlamaIndex's compact-and-refine synthesis with prompts measured by the LLM's own tokenizer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from reader_rag.rag.surroundings import Surroundings
 
 @dataclass(frozen=True)
 class PromptBudget:
-    """How much text fits into one call of an LLM.
+    """The tokens of one call of an LLM, and how to count them.
 
     Attributes:
-        context_window: Tokens of prompt and answer together.
-        num_output: Tokens kept free for the answer.
-        encode: Text to token ids, without special tokens.
-        template_tokens: What the chat template adds to any conversation, its default system prompt included.
-        message_tokens: What it adds around each further message.
+        context_window: Most tokens of prompt and answer together.
+        num_output: Tokens reserved for the answer.
+        encode: Encodes a text to token ids without special tokens.
+        template_tokens: Tokens that the chat template adds to any conversation, with its default system prompt.
+        message_tokens: Tokens that the chat template adds for each further message.
     """
 
     context_window: int
@@ -44,19 +44,23 @@ class PromptBudget:
 
     @classmethod
     def of(cls, llm: LLM) -> PromptBudget:
-        """The budget of an LLM; one without a `tokenizer` attribute is measured with LlamaIndex's default tokenizer."""
+        """The budget of an LLM.
+
+        Args:
+            llm: The LLM; without a `tokenizer` attribute LlamaIndex's default tokenizer counts.
+        """
         tokenizer = getattr(llm, "tokenizer", None)
         if tokenizer is None:
-            return cls(llm.metadata.context_window, _room_for_answer(llm), get_tokenizer())
+            return cls(llm.metadata.context_window, _answer_tokens(llm), get_tokenizer())
 
         def encode(text: str) -> list[Any]:
             return list(tokenizer.encode(text, add_special_tokens=False))
 
-        return cls(llm.metadata.context_window, _room_for_answer(llm), encode, *_template_tokens(tokenizer))
+        return cls(llm.metadata.context_window, _answer_tokens(llm), encode, *_template_tokens(tokenizer))
 
 
 class _OwnTokenCounter(TokenCounter):
-    """LlamaIndex measures chat messages with an OpenAI tokenizer whatever it is given; this one does not."""
+    """Counts chat messages with the LLM's tokenizer; LlamaIndex's counter always uses an OpenAI tokenizer."""
 
     def __init__(self, budget: PromptBudget) -> None:
         super().__init__(tokenizer=budget.encode)
@@ -67,7 +71,7 @@ class _OwnTokenCounter(TokenCounter):
 
 
 class OwnPromptHelper(PromptHelper):
-    """LlamaIndex's prompt helper, counting as the LLM does and naming the question when it is what does not fit."""
+    """LlamaIndex's prompt helper with the LLM's tokenizer; raises `PromptError` for a question that does not fit."""
 
     _model_window: int = PrivateAttr()
 
@@ -81,15 +85,17 @@ class OwnPromptHelper(PromptHelper):
         self._token_counter = _OwnTokenCounter(budget)
 
     def _get_available_context_size(self, num_prompt_tokens: int) -> int:
-        return self.context_window - num_prompt_tokens - self.num_output  # below 0 is judged below
+        return (
+            self.context_window - num_prompt_tokens - self.num_output
+        )  # `_get_available_chunk_size` checks negative values
 
     def _get_available_chunk_size(self, prompt: BasePromptTemplate, *args: Any, **kwargs: Any) -> int:
         room: int = super()._get_available_chunk_size(prompt, *args, **kwargs)
         if room < _LEAST_CONTEXT_TOKENS:
             raise PromptError(
                 "the question (with instructions and conversation) leaves no room for passages in the model's context "
-                f"of {self._model_window} tokens, {self.num_output} of them kept for the answer: "
-                "shorten it, or ask for fewer tokens"
+                f"of {self._model_window} tokens, {self.num_output} of them reserved for the answer: "
+                "shorten it, or lower max_tokens"
             )
         return room
 
@@ -98,10 +104,17 @@ _LEAST_CONTEXT_TOKENS = 32
 
 
 class GroundedSynthesizer(CompactAndRefine):
-    """LlamaIndex's synthesizer with our token counting; without passages it says so and does not call the LLM.
+    """LlamaIndex's synthesizer with the LLM's own token counts; without passages it answers `NOTHING_FOUND`.
 
-    An LLM with `with_sources` (`ReaderLLM`) drafts each answer from all retrieved passages, whether or not the prompt
-    of the call holds them, and from what `surroundings` finds around them.
+    All calls for one question get one list of passages for their drafts, through the LLM's `with_sources` (`ReaderLLM`
+    has it): all retrieved passages, whether or not they fit into the prompt of the call, and those around them.
+
+    Args:
+        llm: The LLM.
+        qa_template: Prompt with `{context_str}` and `{query_str}`.
+        refine_template: Prompt with `{context_msg}`, `{query_str}` and `{existing_answer}`.
+        streaming: Whether responses are streams.
+        surroundings: Finds the passages around the retrieved ones; None: no others.
     """
 
     def __init__(
@@ -117,7 +130,7 @@ class GroundedSynthesizer(CompactAndRefine):
         super().__init__(
             llm=llm,
             prompt_helper=OwnPromptHelper(budget),
-            # Not used for text, but left out it would set LlamaIndex's global tokenizer.
+            # Not used for text, but the default would set LlamaIndex's global tokenizer.
             chat_prompt_helper=ChatPromptHelper(tokenizer=budget.encode),
             text_qa_template=qa_template,
             refine_template=refine_template,
@@ -129,48 +142,36 @@ class GroundedSynthesizer(CompactAndRefine):
         self._surroundings = surroundings
 
     def synthesize(self, query: QueryType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any) -> RESPONSE_TYPE:
-        """See `BaseSynthesizer.synthesize`."""
-        return super(GroundedSynthesizer, self._knowing(nodes)).synthesize(query, nodes, *args, **kwargs)
+        """Answer a query from passages; see `BaseSynthesizer.synthesize` for the arguments."""
+        return super(GroundedSynthesizer, self._for_passages(nodes)).synthesize(query, nodes, *args, **kwargs)
 
     async def asynthesize(
         self, query: QueryType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any
     ) -> RESPONSE_TYPE:
-        """See `BaseSynthesizer.asynthesize`."""
-        knowing = await asyncio.to_thread(self._knowing, nodes)
-        return await super(GroundedSynthesizer, knowing).asynthesize(query, nodes, *args, **kwargs)
+        """Answer a query from passages; see `BaseSynthesizer.asynthesize` for the arguments."""
+        bound = await asyncio.to_thread(self._for_passages, nodes)
+        return await super(GroundedSynthesizer, bound).asynthesize(query, nodes, *args, **kwargs)
 
-    def _knowing(self, nodes: Sequence[NodeWithScore]) -> GroundedSynthesizer:
-        """One for a single call, whose LLM searches these passages and their surroundings for drafts."""
+    def _for_passages(self, nodes: Sequence[NodeWithScore]) -> GroundedSynthesizer:
+        """A copy for one question, whose LLM drafts from these passages and their surroundings."""
         bind = getattr(self._llm, "with_sources", None)
         if bind is None or not nodes:
             return self
         around = self._surroundings.of(nodes) if self._surroundings is not None else []
-        one = copy.copy(self)
-        one._llm = bind([*nodes, *around])
-        # Made in the base's constructor as a method of `self`, which would call the LLM that knows no passages.
-        one._program_factory = one._default_program_factory
-        return one
+        bound = copy.copy(self)
+        bound._llm = bind([*nodes, *around])
+        # The base's constructor sets it to a bound method of `self`, which would call the LLM without passages.
+        bound._program_factory = bound._default_program_factory
+        return bound
 
 
-def make_synthesizer(
-    llm: LLM,
-    qa_template: BasePromptTemplate,
-    refine_template: BasePromptTemplate,
-    *,
-    streaming: bool,
-    surroundings: Surroundings | None = None,
-) -> GroundedSynthesizer:
-    """The synthesizer of query and chat engines."""
-    return GroundedSynthesizer(llm, qa_template, refine_template, streaming=streaming, surroundings=surroundings)
-
-
-def _room_for_answer(llm: LLM) -> int:
-    # LlamaIndex's "unknown" is -1; its default of 256 is meant then.
+def _answer_tokens(llm: LLM) -> int:
+    # LlamaIndex reports an unknown number as -1; its default is 256.
     return llm.metadata.num_output if llm.metadata.num_output > 0 else 256
 
 
 def _template_tokens(tokenizer: Any) -> tuple[int, int]:
-    """What the chat template adds once, and what it adds for each message."""
+    """Tokens that the chat template adds once, and for each message."""
     if not getattr(tokenizer, "chat_template", None):
         return 0, 0
 

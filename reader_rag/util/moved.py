@@ -33,12 +33,17 @@ MOVED = {
     "rag.database": "rag.stores.database",
     "rag.database_store": "rag.stores.database_store",
     "rag.document_store": "rag.stores.contract",
+    "rag.passages": "rag.datastore_sync",
     "rag.places": "rag.stores.location",
+    "rag.store_file": "rag.stores.sqlite_file",
     "rag.vector_store": "rag.stores.faiss_store",
 }
 """Old module to new module, both below `reader_rag`."""
 
 RENAMED = {
+    "Kept": "SyncReport",
+    "keep_in_step": "sync_passages",
+    "open_place": "open_store",
     "GenerationConfig": "SamplingParams",
     "RecallConfig": "DatastoreConfig",
     "Asked": "Request",

@@ -25,7 +25,7 @@ from reader_rag.cli.loading import ModelOptions
 from reader_rag.cli.main import app
 from reader_rag.errors import BusyError, ConfigError, ModelNotFoundError, PromptError, ReaderError, ServerError
 from reader_rag.rag.prompts import QA_PROMPT, REFINE_PROMPT
-from reader_rag.rag.synthesis import PromptBudget, make_synthesizer
+from reader_rag.rag.synthesis import GroundedSynthesizer, PromptBudget
 
 HELLO = [ChatMessage(role="user", content="Hello?")]
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
@@ -142,7 +142,7 @@ def test_what_does_not_fit_into_the_window_is_cut(script: Script, url: str) -> N
     script.models[0]["max_model_len"] = 600
     llm = ServerLLM.connect(url, max_tokens=100)
     nodes = [NodeWithScore(node=TextNode(text=f"{bird} " * 300), score=0.5) for bird in ("heron", "owl")]
-    response = make_synthesizer(llm, QA_PROMPT, REFINE_PROMPT, streaming=False).synthesize("Who?", nodes)
+    response = GroundedSynthesizer(llm, QA_PROMPT, REFINE_PROMPT).synthesize("Who?", nodes)
     assert str(response) == "The heron stands still."
     prompts = [" ".join(m["content"] for m in body["messages"]) for body in script.bodies(CHAT)]
     assert len(prompts) == 2

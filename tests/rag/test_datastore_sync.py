@@ -13,7 +13,7 @@ from word_embedding import WordEmbedding
 from reader_rag.datastore import Datastore
 from reader_rag.engine.datastore_lookup import open_datastore, passages_of
 from reader_rag.rag import FaissStore
-from reader_rag.rag.datastore_sync import Kept, keep_in_step
+from reader_rag.rag.datastore_sync import SyncReport, sync_passages
 from reader_rag.rag.ingest import ingest
 
 
@@ -28,12 +28,14 @@ def docs(tmp_path: Path) -> Path:
     return write_birds(tmp_path / "docs")
 
 
-def kept(docs: Path, store_dir: Path, drafts: Datastore, tokenizer: PreTrainedTokenizerFast, tenant: str = "") -> Kept:
+def synced(
+    docs: Path, store_dir: Path, drafts: Datastore, tokenizer: PreTrainedTokenizerFast, tenant: str = ""
+) -> SyncReport:
     """Ingest, and bring the passages into the datastore."""
     embedding = WordEmbedding(model_name="words")
     ingest(docs, store_dir, embed_model=embedding, tenant=tenant)
     with FaissStore.open(store_dir, embed_model=embedding, tenant=tenant) as store:
-        return keep_in_step(store, drafts, tokenizer)
+        return sync_passages(store, drafts, tokenizer)
 
 
 def found(drafts: Datastore, tokenizer: PreTrainedTokenizerFast, text: str, tenant: str = "") -> int:
@@ -43,12 +45,12 @@ def found(drafts: Datastore, tokenizer: PreTrainedTokenizerFast, text: str, tena
 def test_changes_are_followed(
     docs: Path, tmp_path: Path, drafts: Datastore, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    assert kept(docs, tmp_path / "store", drafts, tiny_tokenizer) == Kept(2, 0, 2)
-    assert kept(docs, tmp_path / "store", drafts, tiny_tokenizer) == Kept(0, 0, 2)
+    assert synced(docs, tmp_path / "store", drafts, tiny_tokenizer) == SyncReport(2, 0, 2)
+    assert synced(docs, tmp_path / "store", drafts, tiny_tokenizer) == SyncReport(0, 0, 2)
     (docs / "owl.txt").write_text("The owl sleeps at noon, high up in an old tree.")
-    assert kept(docs, tmp_path / "store", drafts, tiny_tokenizer) == Kept(1, 1, 2)
+    assert synced(docs, tmp_path / "store", drafts, tiny_tokenizer) == SyncReport(1, 1, 2)
     (docs / "heron.txt").unlink()
-    assert kept(docs, tmp_path / "store", drafts, tiny_tokenizer) == Kept(0, 1, 1)
+    assert synced(docs, tmp_path / "store", drafts, tiny_tokenizer) == SyncReport(0, 1, 1)
     assert [found(drafts, tiny_tokenizer, text) for text in (HERON, OWL, "The owl sleeps at noon, high")] == [0, 0, 1]
     encoded = b"".join(token.to_bytes(2, "little") for token in tiny_tokenizer(HERON)["input_ids"][:8])
     assert not any(encoded in path.read_bytes() for path in drafts.folder.rglob("*") if path.is_file())
@@ -57,12 +59,12 @@ def test_changes_are_followed(
 def test_stores_and_tenants_are_told_apart(
     docs: Path, tmp_path: Path, drafts: Datastore, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    kept(docs, tmp_path / "first", drafts, tiny_tokenizer)
-    kept(docs, tmp_path / "second", drafts, tiny_tokenizer)
-    kept(docs, tmp_path / "first", drafts, tiny_tokenizer, tenant="a")
+    synced(docs, tmp_path / "first", drafts, tiny_tokenizer)
+    synced(docs, tmp_path / "second", drafts, tiny_tokenizer)
+    synced(docs, tmp_path / "first", drafts, tiny_tokenizer, tenant="a")
     assert found(drafts, tiny_tokenizer, HERON) == 2
     (docs / "heron.txt").unlink()
-    kept(docs, tmp_path / "first", drafts, tiny_tokenizer)
+    synced(docs, tmp_path / "first", drafts, tiny_tokenizer)
     assert found(drafts, tiny_tokenizer, HERON) == 1
     assert found(drafts, tiny_tokenizer, HERON, "a") == 1
     assert found(drafts, tiny_tokenizer, HERON, "b") == 0

@@ -109,7 +109,7 @@ def test_a_question_longer_than_the_context_is_refused(
 ) -> None:
     llm = make_llm()
     for ask in (make_query_engine(store, llm, embedding).query, make_chat_engine(store, llm, embedding).chat):
-        with pytest.raises(PromptError, match="context of 400 tokens, 50 of them kept for the answer: shorten it"):
+        with pytest.raises(PromptError, match="context of 400 tokens, 50 of them reserved for the answer: shorten it"):
             ask("why " * 400)
     assert llm.prompts == []
 

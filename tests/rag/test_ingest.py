@@ -201,8 +201,8 @@ def test_files_in_a_folder_that_cannot_be_listed_stay(
     locked = write("locked/a.txt", "inside").parent
     run(docs)
 
-    def find(root: Path, leave_out: Path) -> Any:
-        found = really_find_files(root, leave_out)
+    def find(root: Path, exclude: Path) -> Any:
+        found = really_find_files(root, exclude)
         found.files = [file for file in found.files if file.parent != locked]
         found.unlisted.append((locked, "folder cannot be listed: Permission denied"))
         return found
@@ -215,7 +215,7 @@ def test_files_in_a_folder_that_cannot_be_listed_stay(
 
 def test_nothing_to_ingest_is_an_error_and_changes_nothing(run: Any, write: Write, docs: Path, store_dir: Path) -> None:
     (docs / "empty").mkdir(parents=True)
-    with pytest.raises(IngestError, match=r"docs/empty: no file in it \(hidden files are passed over\)"):
+    with pytest.raises(IngestError, match=r"docs/empty: no file in it \(hidden files are skipped\)"):
         run(docs / "empty")
     with pytest.raises(IngestError, match="there is no file or folder .*nowhere"):
         run(docs / "nowhere")
@@ -223,7 +223,7 @@ def test_nothing_to_ingest_is_an_error_and_changes_nothing(run: Any, write: Writ
         run()
     assert not store_dir.exists()
     write("bad/a.bin", b"\x00")
-    with pytest.raises(IngestError, match=r"none of the 1 files can be used, e\.g\. .*a\.bin: binary"):
+    with pytest.raises(IngestError, match=r"none of the 1 files can be ingested, e\.g\. .*a\.bin: binary"):
         run(docs / "bad")
 
 

@@ -184,7 +184,7 @@ def test_names_that_could_deceive_are_refused(name: str, tmp_path: Path, embeddi
 
 
 def test_a_name_that_is_no_string_is_refused() -> None:
-    with pytest.raises(ConfigError, match="by a string, not by int"):
+    with pytest.raises(ConfigError, match="must be a string, not int"):
         FaissStore().for_tenant(7)  # type: ignore[arg-type]
 
 
@@ -718,7 +718,7 @@ def test_a_store_and_an_llm_of_two_tenants_are_refused(
     pets: FaissStore, llm: ReaderLLM, embedding: SizedEmbedding
 ) -> None:
     for make in (make_query_engine, make_chat_engine):
-        with pytest.raises(ConfigError, match="for the tenant 'a' and the LLM for 'b': name the one that asks"):
+        with pytest.raises(ConfigError, match="bound to the tenant 'a' and the LLM to 'b': pass the tenant"):
             make(pets.for_tenant("a"), llm.for_tenant("b"), embedding)
 
 
