@@ -1,16 +1,17 @@
-"""Options of the benchmark commands, each with its flag, type, range and help.
+"""Options that several commands have, each with its flag, type, range and help.
 
-Options that the other programs share with them are here too, as `bench` is the lowest floor that has commands;
-`reader_rag.cli.options` adds those of documents and answers.
+Options of settings take their help and range from `reader_rag.config`. Options of all programs are here, since `bench`
+is the lowest floor that has commands; `reader_rag.cli.options` adds those of documents and answers.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from reader_rag.config import EngineConfig, LoadConfig, SamplingParams, Settings, settings_of
 from reader_rag.config import Exactness as ExactnessName
 from reader_rag.config import Forward as ForwardName
 from reader_rag.errors import ConfigError
@@ -18,40 +19,49 @@ from reader_rag.errors import ConfigError
 PROMPTS_FORM = 'Prompts, a line each: {"id", "category", "turns": [text, ...]}.'
 LOCAL_PROMPTS = "questions about Python's documentation and installed packages"
 
+
+def setting_option(settings: type[Settings], name: str, more: str = "", *, text: str = "", flag: str = "") -> Any:
+    """The option of a setting, with the documentation and the least value that the schema has.
+
+    Args:
+        settings: The class that defines the setting.
+        name: Its name there.
+        more: Added to the documentation.
+        text: Taken instead of the documentation, where that is too long for a line or two.
+        flag: Its name on the command line; "": the setting's, with hyphens.
+    """
+    _, _, about = settings_of(settings)[name]
+    flag = flag or f"--{name.replace('_', '-')}"
+    return typer.Option(flag, min=about.ge, help=text or f"{about.doc} {more}".strip())
+
+
 # Models
 
 Model = Annotated[str, typer.Option("--model", help="LLM: alias, local folder or hub id.")]
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16. auto: 16 bits on a GPU, else float32.")
-]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, setting_option(LoadConfig, "dtype", "auto: 16 bits on a GPU, else float32.")]
+Device = Annotated[str, setting_option(LoadConfig, "device")]
+TrustRemoteCode = Annotated[bool, setting_option(LoadConfig, "trust_remote_code", "Only for sources that you trust.")]
 Exactness = Annotated[
-    ExactnessName, typer.Option("--exactness", help="strict: the same tokens as plain decoding in 16 bits too.")
+    ExactnessName,
+    setting_option(
+        EngineConfig, "exactness", text="strict: in 16-bit types too, exactly the tokens of plain decoding."
+    ),
 ]
 Forward = Annotated[
-    ForwardName, typer.Option("--forward", help="torch: run the model's own forward, never the compiled loops.")
+    ForwardName,
+    setting_option(EngineConfig, "forward", text="torch: run the model's own forward, never the compiled loops."),
 ]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run code that comes with a model. Only for sources you trust."),
-]
+StrictWidth = Annotated[int | None, setting_option(EngineConfig, "strict_width")]
 
 # Sampling
 
-MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")]
-TopK = Annotated[int, typer.Option("--top-k", min=0, help="Sample among the k most probable tokens; 0: all.")]
-TopP = Annotated[
-    float, typer.Option("--top-p", help="Sample among the fewest tokens whose probabilities sum to at least this.")
-]
-MinP = Annotated[
-    float,
-    typer.Option("--min-p", help="Sample among tokens at least this times as probable as the most probable one."),
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option("--repetition-penalty", help="Divide the logits of tokens that are in the text; 1: off.")
-]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the random numbers.")]
+MaxTokens = Annotated[int, setting_option(SamplingParams, "max_tokens")]
+Temperature = Annotated[float, setting_option(SamplingParams, "temperature")]
+TopK = Annotated[int, setting_option(SamplingParams, "top_k")]
+TopP = Annotated[float, setting_option(SamplingParams, "top_p")]
+MinP = Annotated[float, setting_option(SamplingParams, "min_p")]
+RepetitionPenalty = Annotated[float, setting_option(SamplingParams, "repetition_penalty")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the random numbers.")]
 
 # What is run, and what is printed
 

@@ -1,4 +1,4 @@
-"""A conversation about documents, line by line."""
+"""`reader-rag chat`: a conversation about documents."""
 
 from __future__ import annotations
 
@@ -12,34 +12,87 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from reader_rag.cli.answers import citations_of
+from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, TrustRemoteCode
 from reader_rag.cli.display.show import show_citations, show_sources, show_stats, streamed
-from reader_rag.cli.display.terminal import clean, print_error
+from reader_rag.cli.display.terminal import clean, output, print_error
+from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions
+from reader_rag.cli.options import (
+    AnsweringModel,
+    Cutoff,
+    DatastoreFolder,
+    EmbedModel,
+    EngineTimeout,
+    EngineUrl,
+    KeepAnswers,
+    Passages,
+    Store,
+    Tenant,
+    VectorStore,
+    store_place,
+)
+from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ReaderError
+from reader_rag.model.registry import DEFAULT_EMBED_MODEL
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
 
-    from reader_rag.cli.recorder import CallRecorder
+    from reader_rag.cli.answering.recorder import CallRecorder
     from reader_rag.rag.chat_engine import GroundedChatEngine
 
 COMMANDS = {
-    "/sources": "the passages behind the last answer, and what it copied from them",
-    "/stats": "counts and speed of the last answer",
-    "/reset": "forget the conversation",
-    "/help": "these commands",
-    "/quit": "end (as does Ctrl-D)",
+    "/sources": "show the passages of the last answer, and what it copied from them",
+    "/stats": "show counts and speed of the last answer",
+    "/reset": "start a new conversation",
+    "/help": "list these commands",
+    "/quit": "end the chat (as does Ctrl-D)",
 }
 
 
+def chat(
+    store: Store = None,
+    vector_store: VectorStore = None,
+    top_k: Passages = 4,
+    cutoff: Cutoff = None,
+    max_tokens: MaxTokens = SamplingParams.max_tokens,
+    tenant: Tenant = "",
+    model: AnsweringModel = None,
+    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
+    device: Device = LoadConfig.device,
+    dtype: Dtype = LoadConfig.dtype,
+    exactness: Exactness = EngineConfig.exactness,
+    datastore: DatastoreFolder = None,
+    keep_answers: KeepAnswers = False,
+    engine: EngineUrl = None,
+    engine_timeout: EngineTimeout = ENGINE_TIMEOUT_S,
+    trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
+) -> None:
+    """Chat about the documents of a store.
+
+    Ctrl-C stops an answer. Commands: /sources, /stats, /reset, /help, /quit.
+    """
+    place = store_place(store, vector_store)
+    models = ModelOptions(
+        model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers, engine, engine_timeout
+    )
+    from reader_rag.cli.answering.answers import recorded
+    from reader_rag.rag.engines import make_chat_engine, open_store
+
+    embedding = models.load_embedding()
+    with open_store(place, embedding, tenant) as documents:
+        llm, recorder = recorded(models.load_llm(max_tokens))
+        chat_engine = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff)
+        ChatSession(chat_engine, recorder, output(), remote=engine is not None).run()
+
+
 class ChatSession:
-    """Reads messages from standard input, answers them, and obeys the commands.
+    """Reads messages and commands from standard input, and prints answers.
 
     Args:
         engine: Answers the messages and keeps the history.
-        recorder: Registered with the engine's LLM.
-        console: Where answers go.
-        remote: The answers are made elsewhere: Ctrl-C need not wait for a step of the model.
+        recorder: Records the calls of the engine's LLM.
+        console: Answers are printed to it.
+        remote: A server answers: Ctrl-C need not wait for the end of a decode step.
     """
 
     def __init__(
@@ -56,19 +109,19 @@ class ChatSession:
                 import readline  # noqa: F401  gives input() line editing and its own history
 
     def run(self) -> None:
-        """Go on until the input ends or `/quit`."""
+        """Answer until the input ends or `/quit`."""
         if self._interactive:
             self._console.print(Text("Ask about the documents. /help lists the commands.", style="dim"))
         while (line := self._read()) is not None:
             if line == "/quit":
                 return
             if line.startswith("/"):
-                self._obey(line)
+                self._run_command(line)
             elif line:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        """The next line; None at the end of the input."""
+        """The next line without white space around it; None at the end of the input."""
         while True:
             try:
                 return input("> " if self._interactive else "").strip()
@@ -79,7 +132,7 @@ class ChatSession:
             except KeyboardInterrupt:
                 self._console.print(Text("\n/quit or Ctrl-D ends the chat", style="dim"))
 
-    def _obey(self, command: str) -> None:
+    def _run_command(self, command: str) -> None:
         if command == "/sources":
             self._show_sources()
         elif command == "/stats":
@@ -87,7 +140,7 @@ class ChatSession:
         elif command == "/reset":
             self._engine.reset()
             self._nodes = self._recorder.last = None
-            self._console.print("The conversation is forgotten.")
+            self._console.print("A new conversation begins.")
         elif command == "/help":
             for name, meaning in COMMANDS.items():
                 self._console.print(f"{name:9} {meaning}")
@@ -97,7 +150,7 @@ class ChatSession:
     def _answer(self, message: str) -> None:
         self._nodes = self._recorder.last = None
         try:
-            with nullcontext(threading.Event()) if self._remote else _interrupt_noted() as interrupted:
+            with nullcontext(threading.Event()) if self._remote else _deferred_interrupt() as interrupted:
                 response = self._engine.stream_chat(message)
                 self._nodes = response.source_nodes
                 show = streamed(self._console)
@@ -123,8 +176,10 @@ class ChatSession:
         if self._nodes is None:
             self._console.print("There is no answer yet.")
         elif not self._nodes:
-            self._console.print("Nothing was found in the documents for the last message.")
+            self._console.print("No passage was found for the last message.")
         else:
+            from reader_rag.cli.answering.answers import citations_of
+
             call = self._recorder.last
             citations = (call and citations_of(call, self._nodes)) or ()
             show_sources(self._console, self._nodes, citations)
@@ -132,14 +187,14 @@ class ChatSession:
 
     def _show_stats(self) -> None:
         if self._recorder.last is None:
-            self._console.print("There is no finished answer to count.")
+            self._console.print("There is no finished answer yet.")
         else:
             show_stats(self._console, self._recorder.last)
 
 
 @contextmanager
-def _interrupt_noted() -> Iterator[threading.Event]:
-    """Within, the first Ctrl-C is noted, so that a step of the model is not torn; the second interrupts as usual."""
+def _deferred_interrupt() -> Iterator[threading.Event]:
+    """The first Ctrl-C in this context sets an event, so that the decode step ends; the second interrupts as usual."""
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread only
         yield noted

@@ -1,4 +1,4 @@
-"""`reader-rag datastore`: texts that drafts are searched in, on the disk."""
+"""`reader-rag datastore`: texts on the disk to draft from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from reader_rag.bench.options import Json, TrustRemoteCode
 from reader_rag.cli.display.terminal import bytes_progress, output, print_warning, status
-from reader_rag.config import checked_tenant
+from reader_rag.cli.options import Tenant
 from reader_rag.errors import ConfigError, IngestError
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -23,25 +24,22 @@ if TYPE_CHECKING:
     from reader_rag.rag.embedding import LocalEmbedding
 
 _SHARED = "shared"
-"""The namespace that `--shared` means: every request searches it."""
+"""The namespace of `--shared`: the requests of all tenants search it."""
 
 app = typer.Typer(
-    help="Texts and earlier answers that drafts are searched in.",
+    help="Manage texts and earlier answers to draft from.",
     epilog="Example: reader-rag datastore build ~/manuals --datastore ~/drafts",
     no_args_is_help=True,
 )
 
 Folder = Annotated[Path, typer.Option("--datastore", help="Folder of the datastore.", show_default=False)]
-Model = Annotated[str, typer.Option("--model", help="LLM whose tokens the texts are kept in.")]
-Tenant = Annotated[str, typer.Option("--tenant", help="Whose requests search it.", show_default="those without a name")]
-Shared = Annotated[bool, typer.Option("--shared", help="Every request searches it, whosever.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+Model = Annotated[str, typer.Option("--model", help="LLM that uses the datastore; texts are stored as its tokens.")]
+Shared = Annotated[bool, typer.Option("--shared", help="Texts that are visible to all tenants.")]
 
 
 @app.command(epilog="Example: reader-rag datastore build ~/manuals notes.md --datastore ~/drafts")
 def build(
-    paths: Annotated[list[Path], typer.Argument(help="Folders and files; hidden ones inside are passed over.")],
+    paths: Annotated[list[Path], typer.Argument(help="Folders and files; hidden ones inside are left out.")],
     datastore: Folder,
     model: Model = DEFAULT_MODEL,
     tenant: Tenant = "",
@@ -49,10 +47,10 @@ def build(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Bring files into a datastore. A build that was broken off goes on where it was when it is run again.
+    """Add the texts of files to a datastore.
 
-    Files that are there unchanged are passed over, changed ones take the place of the old. Exit status: 0 if every
-    file could be used, 2 if some were skipped, 1 if nothing was done.
+    Unchanged files are left as they are, changed ones are replaced; an interrupted build continues when it is run
+    again. Exit status: 0 if every file was readable, 2 if some were skipped, 1 if nothing was changed.
     """
     from reader_rag.rag.files import find_files
 
@@ -62,7 +60,7 @@ def build(
     files = sorted({file for root in found for file in root.files})
     skipped = [(str(folder), reason) for root in found for folder, reason in root.unlisted]
     if not files:
-        raise IngestError(f"there is no file under {', '.join(map(str, paths))}; nothing was changed")
+        raise IngestError(f"there is no file in {', '.join(map(str, paths))}; nothing was changed")
     with _open(datastore, tokenizer, vocabulary) as store:
         with bytes_progress("building", sum(_size(file) for file in files)) as advance:
             documents = _documents(files, tokenizer, skipped, advance)
@@ -70,7 +68,7 @@ def build(
         if shared:
             store.share(namespace)
         report = _report(store, namespace, changed=changed, skipped=[list(one) for one in skipped])
-    _tell(report, as_json, f"{changed} of {len(files)} files were new or changed")
+    _print(report, as_json, f"{changed} of {len(files)} files were new or changed")
     for path, reason in skipped:
         print_warning(f"skipped {path}: {reason}")
     if skipped:
@@ -79,10 +77,10 @@ def build(
 
 @app.command(epilog="Example: reader-rag datastore add report.txt --datastore ~/drafts")
 def add(
-    files: Annotated[list[Path], typer.Argument(help="Files; - reads standard input.")],
+    files: Annotated[list[Path], typer.Argument(help="Files; - is standard input.")],
     datastore: Folder,
     name: Annotated[
-        str | None, typer.Option("--name", help="Name of the document, of one file.", show_default="its path")
+        str | None, typer.Option("--name", help="Name of the document, if it is one file.", show_default="its path")
     ] = None,
     model: Model = DEFAULT_MODEL,
     tenant: Tenant = "",
@@ -90,7 +88,10 @@ def add(
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Put single texts in, each in place of the one of its name; searchable at once."""
+    """Add single texts, searchable at once.
+
+    A text replaces the one that has its name.
+    """
     namespace = _namespace(tenant, shared)
     if name is not None and len(files) > 1:
         raise ConfigError(f"--name names one document, and there are {len(files)} files; leave it out")
@@ -101,18 +102,21 @@ def add(
         if shared:
             store.share(namespace)
         report = _report(store, namespace, changed=changed)
-    _tell(report, as_json, f"{changed} of {len(files)} texts were new or changed")
+    _print(report, as_json, f"{changed} of {len(files)} texts were new or changed")
 
 
 @app.command(epilog="Example: reader-rag datastore stats --datastore ~/drafts")
 def stats(datastore: Folder, as_json: Json = False) -> None:
-    """What a datastore holds, by namespace: answers/TENANT, passages/TENANT, texts/TENANT and shared."""
+    """Show what a datastore contains.
+
+    Namespaces are answers/TENANT, passages/TENANT, texts/TENANT and shared.
+    """
     from rich.table import Table
 
     from reader_rag.datastore import Datastore
 
     with Datastore.inspect(datastore) as store:
-        held = _held(store)
+        held = _statistics(store)
     if as_json:
         typer.echo(json.dumps({"namespaces": held}))
         return
@@ -133,7 +137,10 @@ def stats(datastore: Folder, as_json: Json = False) -> None:
 
 @app.command(epilog="Example: reader-rag datastore verify --datastore ~/drafts")
 def verify(datastore: Folder, as_json: Json = False) -> None:
-    """Read everything and compare checksums. Exit status: 1 if something is damaged."""
+    """Check a datastore for damage.
+
+    Reads everything and compares checksums. Exit status: 1 if something is damaged.
+    """
     from reader_rag.datastore import Datastore
 
     with Datastore.inspect(datastore) as store, status("reading"):
@@ -142,9 +149,9 @@ def verify(datastore: Folder, as_json: Json = False) -> None:
         typer.echo(json.dumps({"damaged": damage}))
     else:
         for one in damage:
-            concerned = f" (of {', '.join(one['documents'])})" if one["documents"] else ""
+            concerned = f" (documents: {', '.join(one['documents'])})" if one["documents"] else ""
             output().print(f"{one['namespace']} {one['file']}: {one['what']}{concerned}", markup=False)
-        output().print("nothing is damaged" if not damage else f"{len(damage)} damaged: build what is concerned again")
+        output().print("nothing is damaged" if not damage else f"{len(damage)} damaged: build those documents again")
     if damage:
         raise typer.Exit(1)
 
@@ -152,32 +159,35 @@ def verify(datastore: Folder, as_json: Json = False) -> None:
 @app.command(epilog="Example: reader-rag datastore compact --datastore ~/drafts --full")
 def compact(
     datastore: Folder,
-    full: Annotated[bool, typer.Option("--full", help="Merge into as few files as can be.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Merge into as few files as possible.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Take removed texts off the disk, and merge files that are due."""
+    """Free the disk space of removed texts, and merge files that are due."""
     from reader_rag.datastore import Datastore
 
     with Datastore.inspect(datastore, read_only=False) as store, status("compacting"):
         store.compact(full=full)
-        report = {"namespaces": _held(store)}
-    _tell(report, as_json, "compacted")
+        report = {"namespaces": _statistics(store)}
+    _print(report, as_json, "compacted")
 
 
 @app.command(epilog="Example: reader-rag datastore remove ~/manuals/old.md --datastore ~/drafts")
 def remove(
     datastore: Folder,
     documents: Annotated[
-        list[str] | None, typer.Argument(help="Names or paths; none: all of the tenant.", show_default=False)
+        list[str] | None, typer.Argument(help="Names or paths of documents.", show_default=False)
     ] = None,
     tenant: Tenant = "",
     shared: Shared = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="All that the tenant has: texts, passages and answers; or all shared texts.")
+        bool, typer.Option("--all", help="Remove all of the tenant's texts, passages and answers; or all shared texts.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove texts: not found any more, and off the disk when this returns. Exit status: 1 if there were none."""
+    """Remove texts, from the disk too.
+
+    Exit status: 1 if there were none.
+    """
     from reader_rag.datastore import Datastore
     from reader_rag.engine.datastore_lookup import answers_of, passages_of
 
@@ -194,13 +204,13 @@ def remove(
                 called = name if store.has(name, namespace=namespace) else str(Path(name).resolve())
                 removed += store.remove(called, namespace=namespace)
             store.compact(namespace=namespace)
-        report = {"removed": removed, "namespaces": _held(store)}
-    _tell(report, as_json, f"{removed} {'namespaces' if everything else 'documents'} removed")
+        report = {"removed": removed, "namespaces": _statistics(store)}
+    _print(report, as_json, f"{removed} {'namespaces' if everything else 'documents'} removed")
     if not removed:
         raise typer.Exit(1)
 
 
-def keep_passages(
+def sync_passages(
     store: str | Path,
     datastore: Path,
     model: str,
@@ -208,15 +218,15 @@ def keep_passages(
     tenant: str,
     trust_remote_code: bool,
 ) -> None:
-    """Bring the passages of a tenant's store into a datastore, and say so.
+    """Make a tenant's passages in a datastore those of its document store, and print their number.
 
     Args:
         store: Folder or URL of the document store.
         datastore: Folder of the datastore.
-        model: The LLM that it is for.
-        embed_model: The store's.
-        tenant: Whose passages.
-        trust_remote_code: Run code that comes with the model.
+        model: The LLM that uses the datastore.
+        embed_model: The document store's embedding model.
+        tenant: The tenant.
+        trust_remote_code: Whether code that comes with the model may run.
     """
     from reader_rag.rag.datastore_sync import sync_passages
     from reader_rag.rag.engines import open_store
@@ -225,7 +235,7 @@ def keep_passages(
     with (
         open_store(store, embed_model, tenant) as passages,
         _open(datastore, tokenizer, vocabulary) as drafts,
-        status("keeping passages to draft from"),
+        status("copying passages to the datastore"),
     ):
         kept = sync_passages(passages, drafts, tokenizer)
     output().print(f"{datastore}: {kept.total} passages to draft from ({kept.added} new, {kept.removed} removed)")
@@ -235,8 +245,8 @@ def _namespace(tenant: str, shared: bool) -> str:
     from reader_rag.engine.datastore_lookup import texts_of
 
     if shared and tenant:
-        raise ConfigError("--shared texts are everybody's: leave out --tenant")
-    return _SHARED if shared else texts_of(checked_tenant(tenant))
+        raise ConfigError("--shared texts belong to no tenant: leave out --tenant")
+    return _SHARED if shared else texts_of(tenant)
 
 
 def _tokenizer(model: str, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, int]:
@@ -302,8 +312,8 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _held(store: Datastore) -> dict[str, dict[str, Any]]:
-    """What is in each namespace, for JSON."""
+def _statistics(store: Datastore) -> dict[str, dict[str, Any]]:
+    """The statistics of each namespace, JSON-ready."""
     return {name: asdict(row) for name, row in store.stats().items()}
 
 
@@ -312,9 +322,9 @@ def _report(store: Datastore, namespace: str, **more: Any) -> dict[str, Any]:
     return {"namespace": namespace, **more, **({} if held is None else asdict(held))}
 
 
-def _tell(report: dict[str, Any], as_json: bool, said: str) -> None:
+def _print(report: dict[str, Any], as_json: bool, summary: str) -> None:
     if as_json:
         typer.echo(json.dumps(report))
         return
-    held = f"; {report['documents']} documents of {report['tokens']} tokens" if "documents" in report else ""
-    output().print(said + held, markup=False)
+    contents = f"; {report['documents']} documents of {report['tokens']} tokens" if "documents" in report else ""
+    output().print(summary + contents, markup=False)

@@ -1,4 +1,4 @@
-"""The demonstration: real documents, a real model, one question, and plain decoding beside ours."""
+"""`reader-rag demo`: a question about real documents, answered by a real model with and without drafts."""
 
 from __future__ import annotations
 
@@ -6,38 +6,80 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
-from reader_rag.cli.ask import ask
+from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, Model, TrustRemoteCode
 from reader_rag.cli.display.show import show_ingest
-from reader_rag.cli.display.terminal import clean, ingest_progress, status
+from reader_rag.cli.display.terminal import clean, ingest_progress, output, status
 from reader_rag.cli.loading import ModelOptions
+from reader_rag.cli.options import EmbedModel, Tenant
+from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
 from reader_rag.errors import IngestError
-from reader_rag.model.registry import ALIASES, get_model
+from reader_rag.model.registry import ALIASES, DEFAULT_EMBED_MODEL, DEFAULT_MODEL, get_model
 from reader_rag.model.weights_cache import cache_folder
 
 QUESTION = "How do dictionary displays work?"
-"""A question whose answer the default model takes from the documents."""
+"""A question that the default model answers from the documents."""
 
 TOP_K = 2
 _TOPICS = "python-topics"
 _STORE = "store"
 
 
+def demo(
+    question: Annotated[
+        str, typer.Option("--question", help="The question, about Python's language reference.")
+    ] = QUESTION,
+    max_tokens: MaxTokens = SamplingParams.max_tokens,
+    workdir: Annotated[
+        Path | None,
+        typer.Option("--workdir", help="Folder for documents and store.", show_default="a folder in the user's cache"),
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Folder of the document store.", show_default="in --workdir")
+    ] = None,
+    tenant: Tenant = "",
+    model: Model = DEFAULT_MODEL,
+    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
+    device: Device = LoadConfig.device,
+    dtype: Dtype = "float32",
+    exactness: Exactness = EngineConfig.exactness,
+    trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
+) -> None:
+    """Answer a question about Python's documentation.
+
+    Installs missing models, ingests Python's language reference, answers, and compares with plain decoding. Exit
+    status: 1 if the tokens differ although they must not (in float32, or with --exactness strict).
+    """
+    passed = run_demo(
+        output(),
+        ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code),
+        workdir=workdir,
+        store_dir=store,
+        question=question,
+        max_tokens=max_tokens,
+        tenant=tenant,
+    )
+    if not passed:
+        raise typer.Exit(1)
+
+
 def default_workdir() -> Path:
-    """Where the demonstration keeps documents and store; one folder per Python version, as the texts differ."""
+    """The folder for documents and store; one for each Python version, as the documents differ."""
     return cache_folder() / f"demo-python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def write_topics(folder: Path) -> int:
-    """Write Python's own language reference, which every Python brings along, as one text file per topic.
+    """Write Python's language reference, which every Python contains, as one text file for each topic.
 
-    Files that are there already with the same text are left alone.
+    Files that have the same text already are not written again.
 
     Args:
-        folder: Where to; made if need be.
+        folder: Folder of the files; made if it is missing.
 
     Returns:
         The number of topics.
@@ -74,20 +116,21 @@ def run_demo(
     """Ingest, ask, compare.
 
     Args:
-        console: Where everything is shown.
-        models: Which models; "auto" as `dtype` means float32.
-        workdir: Folder for documents and store; None takes `default_workdir()`.
-        store_dir: Folder of the store, if it is to lie elsewhere.
-        question: What to ask.
+        console: Shows everything.
+        models: The models; "auto" as `dtype` means float32.
+        workdir: Folder for documents and store; None: `default_workdir()`.
+        store_dir: Folder of the store; None: in `workdir`.
+        question: The question.
         max_tokens: Most tokens of the answer.
-        tenant: Whose documents these are to be in the store.
+        tenant: The documents are ingested for this tenant.
 
     Returns:
-        False if the tokens differ where they must not: in float32, or decoded strictly.
+        False if the tokens differ although they must not: in float32, or with strict exactness.
 
     Raises:
         ReaderError: Models, documents or store cannot be used.
     """
+    from reader_rag.cli.answering.answers import ask_store
     from reader_rag.rag.ingest import ingest
 
     workdir = workdir or default_workdir()
@@ -101,13 +144,13 @@ def run_demo(
     _say(console, f"Documents: {count} topics of Python's language reference, in {folder}")
     embed_model = models.load_embedding()
     if not store_dir.exists():
-        _say(console, "Splitting and embedding them (the first time, for a minute or so) ...")
+        _say(console, "Splitting and embedding them (this takes about a minute the first time) ...")
     with ingest_progress() as progress:
         report = ingest([folder], store_dir, embed_model=embed_model, progress=progress, tenant=tenant)
     show_ingest(console, report, store_dir)
 
     console.print(Text.assemble("\n", ("Question: ", "bold"), clean(question), "\n"), soft_wrap=True)
-    asked = ask(
+    result = ask_store(
         question,
         store_dir,
         models,
@@ -122,11 +165,11 @@ def run_demo(
     named = f" --tenant {shlex.quote(tenant)}" if tenant else ""
     _say(console, f'\nAsk your own: reader-rag ask "..." --store {store_dir}{named}')
     exact = models.dtype == "float32" or models.exactness == "strict"
-    return asked.comparison is None or asked.comparison.identical or not exact
+    return result.comparison is None or result.comparison.identical or not exact
 
 
 def _get_models(models: ModelOptions) -> None:
-    """Bring the models that are named by an alias; what else is named, its library finds."""
+    """Install the models that are named by an alias; others are found when they are loaded."""
     for name in (models.named_model, models.embed_model):
         if name in ALIASES:
             with status(f"looking for {name}") as say:

@@ -1,4 +1,4 @@
-"""Which models a program uses, and loading them with a word about what takes so long."""
+"""The models of a program, and loading them with a status line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reader_rag.cli.display.terminal import status
-from reader_rag.config import DatastoreConfig
+from reader_rag.config import DatastoreConfig, EngineConfig, LoadConfig
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 ENGINE_KEY = "READER_RAG_ENGINE_KEY"
-"""The environment variable with the API key of `ModelOptions.engine`: other users see a command's arguments."""
+"""The environment variable with the API key of `ModelOptions.engine`; other users could see a command's arguments."""
 
 ENGINE_TIMEOUT_S = 120.0
 
@@ -29,28 +29,28 @@ class ModelOptions:
     """The models of a program and how they run.
 
     Attributes:
-        model: The LLM: an alias, a hub id or a local folder, or with `engine` the server's name of it. None: the
-            default, or the only one that the server has.
-        embed_model: The embedding model, likewise.
+        model: The LLM: an alias, a hub id or a local folder; with `engine` its name on the server. None: the default
+            model, or the only one of the server.
+        embed_model: The embedding model: an alias, a hub id or a local folder.
         device: "auto" or a PyTorch device.
-        dtype: "auto", "float32", "bfloat16" or "float16"; of the LLM.
+        dtype: Type of the LLM's weights: "auto", "float32", "bfloat16" or "float16".
         exactness: "fast" or "strict".
-        trust_remote_code: Run code that comes with the models.
-        datastore: Folder of texts and earlier answers that drafts are searched in, or None.
-        keeps_answers: Keep answers there.
-        engine: Address of an OpenAI-compatible server that answers in the LLM's place, or None.
-        engine_timeout_s: Seconds without a word from it after which a call fails.
+        trust_remote_code: Whether code that comes with the models may run.
+        datastore: Folder of texts and earlier answers to draft from, or None.
+        keeps_answers: Whether answers are kept in `datastore`.
+        engine: URL of an OpenAI-compatible server that answers in the LLM's place, or None.
+        engine_timeout_s: Seconds without data from it after which a call fails.
 
     Raises:
-        ConfigError: Two of them contradict each other.
+        ConfigError: Two options contradict each other.
     """
 
     model: str | None = None
     embed_model: str = DEFAULT_EMBED_MODEL
-    device: str = "auto"
-    dtype: str = "auto"
-    exactness: str = "fast"
-    trust_remote_code: bool = False
+    device: str = LoadConfig.device
+    dtype: str = LoadConfig.dtype
+    exactness: str = EngineConfig.exactness
+    trust_remote_code: bool = LoadConfig.trust_remote_code
     datastore: Path | None = None
     keeps_answers: bool = False
     engine: str | None = None
@@ -58,7 +58,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         if self.keeps_answers and self.datastore is None:
-            raise ConfigError("answers are kept in a datastore: name its folder (--datastore)")
+            raise ConfigError("--keep-answers keeps answers in a datastore: name its folder (--datastore)")
         if self.engine is None:
             return
         of_a_local_llm = {
@@ -69,13 +69,11 @@ class ModelOptions:
         }
         given = [name for name, is_given in of_a_local_llm.items() if is_given]
         if given:
-            raise ConfigError(
-                f"--engine has a server answer, which decides that by itself: leave out {' and '.join(given)}"
-            )
+            raise ConfigError(f"with --engine the server decides how it decodes: leave out {' and '.join(given)}")
 
     @property
     def named_model(self) -> str | None:
-        """The LLM's name as far as it is known beforehand; None: the only one that the server has."""
+        """The LLM's name, as far as it is known before it is loaded; None: the only one of the server."""
         return self.model or (DEFAULT_MODEL if self.engine is None else None)
 
     def load_embedding(self) -> LocalEmbedding:
@@ -104,12 +102,12 @@ class ModelOptions:
             ModelError: The model cannot be found or used.
             DatastoreError: The datastore cannot be used.
             ServerError: The server cannot be reached or used.
-            MissingDependencyError: The package that asks servers is not installed.
+            MissingDependencyError: The package for servers is not installed.
         """
         return self._load(max_tokens) if self.engine is None else self._connect(self.engine, max_tokens)
 
     def _connect(self, url: str, max_tokens: int) -> ServerLLM:
-        with status(f"asking {url} what it serves"):
+        with status(f"asking {url} for its models"):
             from reader_rag.connectors.openai import ServerLLM
 
             return ServerLLM.connect(

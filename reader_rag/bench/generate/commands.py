@@ -40,9 +40,7 @@ def generate(
     batch: Annotated[str, typer.Option(help="Prompts decoded at once; several sizes: 1,2,4,8.")] = "1",
     exactness: options.Exactness = "fast",
     forward: options.Forward = "auto",
-    strict_width: Annotated[
-        int | None, typer.Option(help="Positions of a pass in strict mode, where shapes are fixed.")
-    ] = None,
+    strict_width: options.StrictWidth = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = 0,

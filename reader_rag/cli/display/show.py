@@ -21,8 +21,8 @@ from reader_rag.util.one_line import one_line
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
 
-    from reader_rag.cli.display.comparison import Comparison, Difference
-    from reader_rag.cli.recorder import LLMCall
+    from reader_rag.cli.answering.comparison import Comparison, Difference
+    from reader_rag.cli.answering.recorder import LLMCall
     from reader_rag.model.registry import ModelStatus
     from reader_rag.rag.citations import Citation
     from reader_rag.rag.ingest import IngestReport

@@ -1,4 +1,4 @@
-"""What an LLM was asked and what it reported, kept by LlamaIndex's own callbacks."""
+"""Records the calls of an LLM through LlamaIndex's callbacks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class LLMCall:
     """One finished call of an LLM.
 
     Attributes:
-        messages: The chat it answered; empty for a completion.
-        prompt: The text it completed; empty for a chat.
-        answer: What it said.
-        metrics: Counts and times of the call, see `Stats`; of a server's answer those that are known here.
-        copied: Spans of the answer that were copied from the passages in its prompt; None if nobody watched.
-        finish_reason: "stop" or "length", or what else a server says.
+        messages: The messages of the chat; empty for a completion.
+        prompt: The text that was completed; empty for a chat.
+        answer: The text that was generated.
+        metrics: Counts and times of the call by the names of `Stats`; of a server's answer those that it reports.
+        copied: Spans of the answer that were copied from the passages in its prompt; None if copies were not recorded.
+        finish_reason: "stop" or "length", or the server's word.
     """
 
     messages: Sequence[ChatMessage]
@@ -35,7 +35,7 @@ class LLMCall:
 
 
 class CallRecorder(BaseCallbackHandler):
-    """Keeps the last finished call of the LLM that it is registered with. A call that was stopped leaves none."""
+    """Keeps the last finished call of the LLM that it is registered with. A call that was stopped is not kept."""
 
     def __init__(self) -> None:
         super().__init__(event_starts_to_ignore=[], event_ends_to_ignore=[])
@@ -49,7 +49,7 @@ class CallRecorder(BaseCallbackHandler):
         parent_id: str = "",
         **kwargs: Any,
     ) -> str:
-        """Forget the call before."""
+        """Drop the call before."""
         if event_type == CBEventType.LLM:
             self.last = None
         return event_id
@@ -57,7 +57,7 @@ class CallRecorder(BaseCallbackHandler):
     def on_event_end(
         self, event_type: CBEventType, payload: dict[str, Any] | None = None, event_id: str = "", **kwargs: Any
     ) -> None:
-        """Keep the call that has ended."""
+        """Keep the call that ended."""
         payload = payload or {}
         response = payload.get(EventPayload.RESPONSE) or payload.get(EventPayload.COMPLETION)
         if event_type != CBEventType.LLM or response is None:

@@ -1,12 +1,13 @@
-"""Drafted against plain decoding of one prompt: how fast, and whether the tokens are the same."""
+"""Drafted and plain decoding of one prompt: how fast each is, and whether the tokens are the same."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from reader_rag.config import SamplingParams
 from reader_rag.engine.outputs import Generation, Passage, Prompt, first_difference
@@ -22,7 +23,7 @@ _WARM_UP_PROMPT = 64
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding, over all rounds.
+    """One method of decoding, over all rounds.
 
     Attributes:
         tokens_per_s: Median decode speed.
@@ -39,13 +40,13 @@ class Method:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two answers to one prompt part.
+    """The first difference of two answers to one prompt.
 
     Attributes:
         position: Index of the first token that differs.
-        plain: That token's text in the plain answer; empty if that answer ends there.
-        reader: The same in the drafted answer.
-        margin: How far apart plain decoding's two best logits were there: the smaller, the likelier is rounding.
+        plain: Text of that token in the plain answer; empty if that answer ends there.
+        reader: Text of that token in the drafted answer; empty if that answer ends there.
+        margin: Difference of plain decoding's two best logits there; a small one is likely to be rounding.
     """
 
     position: int
@@ -61,7 +62,7 @@ class Comparison:
     Attributes:
         plain: Plain decoding.
         reader: Decoding with drafts.
-        rounds: How often each was run.
+        rounds: How often each method was run.
         dtype: The model's type, e.g. "float32".
         difference: None if the answers are the same, token for token.
     """
@@ -74,12 +75,12 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether both ways gave the same tokens."""
+        """Whether both methods gave the same tokens."""
         return self.difference is None
 
     @property
     def ratio(self) -> float:
-        """Speed with drafts over speed without; 0.0 where an answer was too short to tell."""
+        """Decode speed with drafts over that without; 0.0 where an answer was too short to measure."""
         return self.reader.tokens_per_s / self.plain.tokens_per_s if self.plain.tokens_per_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,28 +101,27 @@ def compare(
     prompt: Prompt,
     generation: SamplingParams,
     passages: Sequence[Passage] = (),
-    tenant: str = "",
 ) -> Comparison:
     """Decode a prompt with and without drafts, in turn, up to three times each while that is quick.
 
-    A datastore is left alone: it may hold this very answer.
+    Every run starts without anything that the engine learned from earlier requests, this prompt's included: no draft
+    state, no cached prefix, no datastore, which may hold this very answer.
 
     Args:
-        engine: Decodes both ways.
-        prompt: What to answer.
-        generation: Length and sampling; both ways get the same.
+        engine: Decodes by both methods.
+        prompt: The prompt.
+        generation: Length and sampling, the same for both methods.
         passages: Texts that the answer may repeat.
-        tenant: Whose earlier answers may serve the drafts.
     """
-    ways = {name: replace(generation, speculate=name == "reader") for name in ("plain", "reader")}
-    _warm_up(engine, prompt, ways, passages, tenant)
-    runs: dict[str, list[Generation]] = {name: [] for name in ways}
+    methods = {name: replace(generation, speculate=name == "reader") for name in ("plain", "reader")}
+    run = _FreshRuns(engine, prompt, passages)
+    run.warm_up(methods.values())
+    runs: dict[str, list[Generation]] = {name: [] for name in methods}
     started = time.perf_counter()
     for number in range(MOST_ROUNDS):
-        # The order changes every round, so that a machine that slows down meanwhile is unfair to neither.
-        for name in list(ways)[:: -1 if number % 2 else 1]:
-            engine.forget(tenant, learned=False)  # each reads the whole prompt
-            runs[name].append(engine.generate(prompt, ways[name], passages, tenant=tenant, recall=False))
+        # The order changes every round, so that a machine that slows down over time favours neither method.
+        for name in list(methods)[:: -1 if number % 2 else 1]:
+            runs[name].append(run(methods[name]))
         if time.perf_counter() - started > _ENOUGH_SECONDS:
             break
     return Comparison(
@@ -129,20 +129,41 @@ def compare(
         reader=_method(runs["reader"]),
         rounds=len(runs["plain"]),
         dtype=str(engine.model.dtype).removeprefix("torch."),
-        difference=_difference(engine, prompt, ways["plain"], passages, tenant, runs),
+        difference=_difference(engine, run, methods["plain"], runs),
     )
 
 
-def _warm_up(
-    engine: Engine, prompt: Prompt, ways: dict[str, SamplingParams], passages: Sequence[Passage], tenant: str
-) -> None:
-    """Pay what only the first use costs (compiled kernels, memory) before anything is timed."""
-    short = Prompt(prompt.token_ids[:_WARM_UP_PROMPT])
-    for generation in ways.values():
-        few = min(generation.max_tokens, _WARM_UP_TOKENS)
-        engine.generate(
-            short, replace(generation, max_tokens=few, ignore_eos=True, stop=()), passages, tenant=tenant, recall=False
-        )
+class _FreshRuns:
+    """Answers a prompt under a tenant of its own, which is forgotten after every run.
+
+    Args:
+        engine: Decodes.
+        prompt: The prompt.
+        passages: Texts that the answer may repeat.
+    """
+
+    def __init__(self, engine: Engine, prompt: Prompt, passages: Sequence[Passage]) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._passages = passages
+        self._tenant = f"comparison-{uuid4()}"
+
+    def __call__(self, generation: SamplingParams) -> Generation:
+        """Answer the prompt."""
+        return self._generate(self._prompt, generation)
+
+    def warm_up(self, methods: Iterable[SamplingParams]) -> None:
+        """Pay what only the first use costs (compiled kernels, memory) before anything is timed."""
+        short = Prompt(self._prompt.token_ids[:_WARM_UP_PROMPT])
+        for generation in methods:
+            few = min(generation.max_tokens, _WARM_UP_TOKENS)
+            self._generate(short, replace(generation, max_tokens=few, ignore_eos=True, stop=()))
+
+    def _generate(self, prompt: Prompt, generation: SamplingParams) -> Generation:
+        try:
+            return self._engine.generate(prompt, generation, self._passages, tenant=self._tenant, recall=False)
+        finally:
+            self._engine.forget(self._tenant)
 
 
 def _method(runs: Sequence[Generation]) -> Method:
@@ -155,23 +176,16 @@ def _method(runs: Sequence[Generation]) -> Method:
 
 
 def _difference(
-    engine: Engine,
-    prompt: Prompt,
-    plain: SamplingParams,
-    passages: Sequence[Passage],
-    tenant: str,
-    runs: dict[str, list[Generation]],
+    engine: Engine, run: _FreshRuns, plain: SamplingParams, runs: dict[str, list[Generation]]
 ) -> Difference | None:
     reference = runs["plain"][0].token_ids
-    other = next((run.token_ids for run in (*runs["reader"], *runs["plain"]) if run.token_ids != reference), None)
+    other = next((one.token_ids for one in (*runs["reader"], *runs["plain"]) if one.token_ids != reference), None)
     if other is None:
         return None
     position = first_difference(other, reference)
     assert position is not None
-    # Up to there both answers are the same, so plain decoding's margin is the one that was decided by.
-    engine.forget(tenant, learned=False)
-    short = replace(plain, record_margins=True, max_tokens=position + 1)
-    again = engine.generate(prompt, short, passages, tenant=tenant, recall=False)
+    # Both answers are the same before that position, so plain decoding's margin there decided between the two tokens.
+    again = run(replace(plain, record_margins=True, max_tokens=position + 1))
     margin = again.margins[position] if position < len(again.margins) else 0.0
 
     def text(token_ids: Sequence[int]) -> str:

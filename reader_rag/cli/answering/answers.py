@@ -1,0 +1,237 @@
+"""From a question to an answer with its passages, citations, counts and comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llama_index.core.base.response.schema import StreamingResponse
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.llms.llm import LLM
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
+from rich.console import Console
+from rich.text import Text
+
+from reader_rag.cli.answering.comparison import Comparison, compare
+from reader_rag.cli.answering.recorder import CallRecorder, LLMCall
+from reader_rag.cli.display.show import show_citations, show_comparison, show_sources, show_stats, streamed
+from reader_rag.cli.display.terminal import clean, status
+from reader_rag.cli.loading import ModelOptions
+from reader_rag.config import SamplingParams
+from reader_rag.engine.outputs import Passage
+from reader_rag.errors import ConfigError, PromptError
+from reader_rag.llm import ReaderLLM
+from reader_rag.llm.context_hooks import CONTEXT_ID
+from reader_rag.rag.citations import Citation, cite, context_of
+from reader_rag.rag.embedding import LocalEmbedding, SizedEmbedding
+from reader_rag.rag.engines import NOTHING_FOUND, make_query_engine, make_retriever, open_store
+from reader_rag.rag.stores.contract import DocumentStore
+
+LLMT = TypeVar("LLMT", bound=LLM)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and its sources.
+
+    Attributes:
+        question: The question.
+        text: The answer.
+        nodes: The passages that the LLM was given, most similar first.
+        citations: Which spans of `text` were copied word for word from which passage; None if copies were not
+            recorded, as on a server.
+        call: The LLM call that gave it.
+    """
+
+    question: str
+    text: str
+    nodes: tuple[NodeWithScore, ...]
+    citations: tuple[Citation, ...] | None
+    call: LLMCall
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "question": self.question,
+            "answer": self.text,
+            "finish_reason": self.call.finish_reason,
+            "sources": [source_dict(node) for node in self.nodes],
+            "citations": None if self.citations is None else [asdict(citation) for citation in self.citations],
+            "stats": self.call.metrics,
+        }
+
+
+def recorded(llm: LLMT) -> tuple[LLMT, CallRecorder]:
+    """A light copy of an LLM, and the recorder that keeps the copy's last call."""
+    recorder = CallRecorder()
+    return llm.model_copy(update={"callback_manager": CallbackManager([recorder])}), recorder
+
+
+def source_dict(node: NodeWithScore) -> dict[str, Any]:
+    """A passage, JSON-ready: file, page, score, text, and its first and last character in the document."""
+    return {
+        "file": node.node.metadata.get("file_path"),
+        "page": node.node.metadata.get("page_label"),
+        "score": node.score,
+        "node_id": node.node.node_id,
+        "start": getattr(node.node, "start_char_idx", None),
+        "end": getattr(node.node, "end_char_idx", None),
+        "text": node.node.get_content(metadata_mode=MetadataMode.NONE),
+    }
+
+
+def answer(
+    question: str,
+    nodes: Sequence[NodeWithScore],
+    *,
+    store: DocumentStore,
+    llm: LLM,
+    embed_model: SizedEmbedding,
+    on_text: Callable[[str], None],
+) -> Answer:
+    """Answer a question from passages that were retrieved for it.
+
+    Args:
+        question: The question.
+        nodes: The passages, at least one.
+        store: The store that they came from; the request is bound to its tenant.
+        llm: Answers.
+        embed_model: The store's embedding model.
+        on_text: Called with each piece of the answer's text as it is generated.
+
+    Raises:
+        PromptError: Question and passages do not fit the model's context.
+        ServerError: The server that answers failed.
+    """
+    listening, recorder = recorded(llm)
+    engine = make_query_engine(store, listening, embed_model, streaming=True)
+    response = engine.synthesize(QueryBundle(question), list(nodes))
+    assert isinstance(response, StreamingResponse)
+    with closing(response.response_gen) as pieces:
+        for piece in pieces:
+            on_text(piece)
+    call = recorder.last
+    assert call is not None
+    return Answer(question, call.answer, tuple(nodes), citations_of(call, nodes), call)
+
+
+def citations_of(call: LLMCall, nodes: Sequence[NodeWithScore]) -> tuple[Citation, ...] | None:
+    """Which spans of a call's answer were copied from which passage; None if copies were not recorded."""
+    return None if call.copied is None else tuple(cite(call.copied, call.answer, None, nodes))
+
+
+def compare_answer(given: Answer, llm: ReaderLLM) -> Comparison:
+    """Decode an answer's prompt again, with and without drafts.
+
+    Args:
+        given: The answer; runs of the comparison know nothing of it.
+        llm: The LLM that gave it.
+    """
+    engine, call = llm.engine, given.call
+    chat = [{"role": message.role.value, "content": message.content or ""} for message in call.messages]
+    prompt = engine.encode_chat(chat) if chat else engine.encode(call.prompt)
+    context = Passage(CONTEXT_ID, context_of(given.nodes))  # as the LLM's own hook had it
+    return compare(engine, prompt, SamplingParams(max_tokens=llm.max_tokens), [context])
+
+
+@dataclass(frozen=True)
+class AskResult:
+    """The result of a question to a store.
+
+    Attributes:
+        question: The question.
+        answer: The answer; None if nothing was retrieved.
+        comparison: The comparison with plain decoding, if there is one.
+        model: Name of the LLM; None if no LLM was called and none was named.
+    """
+
+    question: str
+    answer: Answer | None
+    comparison: Comparison | None
+    model: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        nothing = {
+            "question": self.question,
+            "answer": NOTHING_FOUND,
+            "finish_reason": "stop",
+            "sources": [],
+            "citations": [],
+            "stats": {},
+        }
+        report = nothing if self.answer is None else self.answer.to_dict()
+        compared = None if self.comparison is None else self.comparison.to_dict()
+        return {"model": self.model, **report, "comparison": compared}
+
+
+def ask_store(
+    question: str,
+    place: str | Path,
+    models: ModelOptions,
+    *,
+    top_k: int,
+    cutoff: float | None,
+    max_tokens: int,
+    compare: bool,
+    tenant: str = "",
+    console: Console | None,
+    embed_model: LocalEmbedding | None = None,
+) -> AskResult:
+    """Answer a question from a store: retrieve, answer, and compare with plain decoding if wanted.
+
+    Args:
+        question: The question.
+        place: The store's folder or URL.
+        models: The models; with `compare`, "auto" as `dtype` means float32.
+        top_k: Most passages.
+        cutoff: Least similarity of a passage, -1 to 1; None: any.
+        max_tokens: Most tokens of the answer.
+        compare: Decode the same prompt with and without drafts afterwards; not possible with a server.
+        tenant: Only this tenant's documents are searched.
+        console: Shows the answer while it is generated, then its sources and counts; None shows nothing.
+        embed_model: The embedding model, if it is loaded already.
+
+    Raises:
+        ReaderError: The question is empty or too long, or store, models or server cannot be used.
+    """
+    if not question.strip():
+        raise PromptError("the question is empty; ask something")
+    if compare and models.engine is not None:
+        raise ConfigError("--compare needs a model on this machine, not a server: leave out --engine")
+    if compare and models.dtype == "auto":
+        models = replace(models, dtype="float32")
+    embed_model = embed_model or models.load_embedding()
+    with open_store(place, embed_model, tenant) as store:
+        nodes = make_retriever(store, embed_model, top_k, cutoff).retrieve(question)
+        if not nodes:
+            if console is not None:
+                console.print(NOTHING_FOUND)
+            return AskResult(question, None, None, models.named_model)
+        llm = models.load_llm(max_tokens)
+        show_piece = (lambda piece: None) if console is None else streamed(console)
+        given = answer(question, nodes, store=store, llm=llm, embed_model=embed_model, on_text=show_piece)
+    if console is not None:
+        _show(console, given)
+    comparison = None
+    if compare:
+        with status("comparing with plain decoding"):
+            assert isinstance(llm, ReaderLLM)  # a server was refused above
+            comparison = compare_answer(given, llm)
+        if console is not None:
+            console.print()
+            show_comparison(console, comparison)
+    return AskResult(question, given, comparison, models.named_model or llm.model)
+
+
+def _show(console: Console, given: Answer) -> None:
+    console.print("\n" if clean(given.text).strip() else Text("(the model gave an empty answer)"))
+    show_sources(console, given.nodes, given.citations or ())
+    if given.citations:
+        console.print()
+        show_citations(console, given.citations)
+    console.print()
+    show_stats(console, given.call)

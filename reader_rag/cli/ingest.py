@@ -1,0 +1,68 @@
+"""`reader-rag ingest`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from reader_rag.bench.options import Device, TrustRemoteCode
+from reader_rag.cli.display.terminal import ingest_progress, output
+from reader_rag.cli.options import EmbedModel, Store, Tenant, VectorStore, store_place
+from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
+
+
+def ingest(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Folders and files. PDF and office files need the extra 'files'.")
+    ],
+    store: Store = None,
+    vector_store: VectorStore = None,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option("--chunk-tokens", help="Most tokens of a passage (the embedding's).", show_default="at most 256"),
+    ] = None,
+    chunk_overlap: Annotated[
+        int, typer.Option("--chunk-overlap", help="Tokens that a passage shares with the next one.")
+    ] = 32,
+    tenant: Tenant = "",
+    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
+    device: Device = "auto",
+    datastore: Annotated[
+        Path | None,
+        typer.Option("--datastore", help="Datastore to put the passages into too, for drafts.", show_default="none"),
+    ] = None,
+    model: Annotated[str, typer.Option("--model", help="LLM that uses the datastore.")] = DEFAULT_MODEL,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Update a document store from files.
+
+    New and changed files are added, files that were removed from a named folder are removed. Other files and other
+    tenants' documents stay. Exit status: 0 if every file was readable, 2 if some were skipped (they are listed with
+    reasons), 1 if nothing was changed.
+    """
+    place = store_place(store, vector_store)
+    from reader_rag.cli.display.show import show_ingest
+    from reader_rag.cli.loading import ModelOptions
+    from reader_rag.rag.ingest import ingest as ingest_files
+
+    models = ModelOptions(embed_model=embed_model, device=device, trust_remote_code=trust_remote_code)
+    embedding = models.load_embedding()
+    with ingest_progress() as progress:
+        report = ingest_files(
+            paths,
+            place,
+            embed_model=embedding,
+            chunk_tokens=chunk_tokens,
+            chunk_overlap=chunk_overlap,
+            progress=progress,
+            tenant=tenant,
+        )
+    show_ingest(output(), report, place)
+    if datastore is not None:
+        from reader_rag.cli.datastore import sync_passages
+
+        sync_passages(place, datastore, model, embedding, tenant, trust_remote_code)
+    if not report.ok:
+        raise typer.Exit(2)

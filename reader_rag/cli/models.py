@@ -1,0 +1,69 @@
+"""`reader-rag models`: which models are known and installed, installing one, and profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from reader_rag.bench.options import Device, Dtype, TrustRemoteCode
+from reader_rag.cli.display.terminal import output, status
+from reader_rag.config import LoadConfig
+
+app = typer.Typer(
+    help="List, install and profile models.", epilog="Example: reader-rag models list", no_args_is_help=True
+)
+
+Name = Annotated[str, typer.Argument(help="Alias, local folder or hub id.")]
+
+
+@app.command("list", epilog="Example: reader-rag models list")
+def list_models() -> None:
+    """List the aliases, and which models are installed."""
+    from reader_rag.cli.display.show import show_models
+    from reader_rag.model.registry import list_models as statuses
+
+    show_models(output(), statuses())
+
+
+@app.command("get", epilog="Example: reader-rag models get smollm2-135m")
+def get_model(name: Name) -> None:
+    """Install a model and print its folder.
+
+    After that it is used without a network.
+    """
+    from reader_rag.model.registry import get_model as get
+
+    with status(f"looking for {name}") as say:
+        folder = get(name, say)
+    typer.echo(folder)
+
+
+@app.command("profile", epilog="Example: reader-rag models profile Qwen/Qwen3-0.6B --dtype bfloat16")
+def profile_model(
+    name: Name,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write.", show_default="in the cache folder, where it is found")
+    ] = None,
+    dtype: Dtype = LoadConfig.dtype,
+    device: Device = LoadConfig.device,
+    trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
+) -> None:
+    """Record a model's next tokens, for better drafts.
+
+    A profile holds the most probable tokens after each token of the vocabulary, so that the first drafts of an answer
+    are good too. The default model has one. It takes minutes for a small model on a CPU.
+    """
+    from reader_rag.engine.engine import Engine
+    from reader_rag.engine.profiling import make_profile
+    from reader_rag.model.weights_cache import cache_folder
+
+    with status(f"loading {name}"):
+        engine = Engine.load(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    with status("profiling") as say:
+        profile = make_profile(engine, lambda done, of: say(f"profiled {done} of {of} tokens"))
+    path = out or cache_folder() / "profiles" / f"{profile.vocabulary[:16]}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(path)
+    typer.echo(path)

@@ -1,0 +1,90 @@
+"""Options that several programs have, besides those of `reader_rag.bench.options`: documents, answers, servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from reader_rag.bench.options import setting_option
+from reader_rag.config import DatastoreConfig, EngineConfig, checked_tenant
+from reader_rag.errors import ConfigError
+from reader_rag.model.registry import DEFAULT_MODEL
+
+
+def _tenant(name: str) -> str:
+    try:
+        return checked_tenant(name)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+# Documents
+
+Store = Annotated[Path | None, typer.Option("--store", help="Folder of the document store.", show_default=False)]
+VectorStore = Annotated[
+    str | None,
+    typer.Option(
+        "--vector-store",
+        help="Use this database instead of --store: qdrant://HOST:PORT/COLLECTION or milvus://..., or embedded "
+        "qdrant:///FOLDER/COLLECTION or milvus:///FILE.db/COLLECTION.",
+        show_default=False,
+    ),
+]
+Tenant = Annotated[
+    str,
+    typer.Option(
+        "--tenant",
+        callback=_tenant,
+        help="Use only data of this tenant: each tenant has documents, texts and answers of its own.",
+        show_default="the tenant without a name",
+    ),
+]
+EmbedModel = Annotated[str, typer.Option("--embed-model", help="Embedding model: alias, local folder or hub id.")]
+
+
+def store_place(store: Path | None, vector_store: str | None) -> Path | str:
+    """The folder or URL of the document store.
+
+    Args:
+        store: Value of `--store`.
+        vector_store: Value of `--vector-store`.
+
+    Raises:
+        BadParameter: Both are given, or neither.
+    """
+    if (store is None) == (vector_store is None):
+        raise typer.BadParameter("name one store: --store FOLDER or --vector-store URL")
+    return store or vector_store or ""
+
+
+# Answers
+
+AnsweringModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="LLM: alias, local folder or hub id; with --engine, its name on the server.",
+        show_default=f"{DEFAULT_MODEL}, or the server's only model",
+    ),
+]
+EngineUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="Let an OpenAI-compatible server answer, e.g. http://localhost:8000/v1. If it needs an API key, set "
+        "READER_RAG_ENGINE_KEY.",
+        show_default="none",
+    ),
+]
+EngineTimeout = Annotated[
+    float,
+    typer.Option("--engine-timeout", min=0.1, help="Seconds without data from --engine after which a call fails."),
+]
+Passages = Annotated[int, typer.Option("--top-k", min=1, help="Most passages to retrieve.")]
+Cutoff = Annotated[
+    float | None, typer.Option("--cutoff", help="Least similarity of a passage, -1 to 1.", show_default="none")
+]
+DatastoreFolder = Annotated[Path | None, setting_option(EngineConfig, "datastore", flag="--datastore")]
+KeepAnswers = Annotated[bool, setting_option(DatastoreConfig, "keeps_answers", flag="--keep-answers")]

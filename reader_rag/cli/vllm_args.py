@@ -1,0 +1,35 @@
+"""`reader-rag vllm-args`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from reader_rag.bench.options import DatastoreToDraftFrom, MaxDrafted, Model, StepCosts
+from reader_rag.connectors.vllm_args import DRAFTED, serve_line
+from reader_rag.model.registry import DEFAULT_MODEL
+
+
+def vllm_args(
+    model: Model = DEFAULT_MODEL,
+    drafted: MaxDrafted = DRAFTED,
+    datastore: DatastoreToDraftFrom = None,
+    costs: StepCosts = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--namespace",
+            help="Namespace of the datastore to search besides the shared ones. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_answers: Annotated[
+        bool, typer.Option("--keep-answers", help="Draft from answers to earlier requests of all users.")
+    ] = False,
+) -> None:
+    """Print a command that starts vLLM with our drafts.
+
+    vLLM itself need not be installed here.
+    """
+    typer.echo(serve_line(model, drafted, datastore, costs, namespace or (), keep_answers))
