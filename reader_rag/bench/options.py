@@ -40,7 +40,12 @@ def setting_option(settings: type[Settings], name: str, more: str = "", *, text:
 Model = Annotated[str, typer.Option("--model", help="LLM: alias, local folder or hub id.")]
 Dtype = Annotated[str, setting_option(LoadConfig, "dtype", "auto: 16 bits on a GPU, else float32.")]
 Device = Annotated[str, setting_option(LoadConfig, "device")]
-TrustRemoteCode = Annotated[bool, setting_option(LoadConfig, "trust_remote_code", "Only for sources that you trust.")]
+TrustRemoteCode = Annotated[
+    bool,
+    setting_option(
+        LoadConfig, "trust_remote_code", text="Run code that comes with the model. Only for sources that you trust."
+    ),
+]
 Exactness = Annotated[
     ExactnessName,
     setting_option(
@@ -67,7 +72,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the random num
 
 PromptsFile = Annotated[Path, typer.Option("--prompts", help=PROMPTS_FORM)]
 Prompts = Annotated[Path | None, typer.Option("--prompts", help=PROMPTS_FORM, show_default=LOCAL_PROMPTS)]
-Categories = Annotated[str, typer.Option("--categories", help="Comma-separated categories.", show_default="all")]
+Categories = Annotated[str, typer.Option("--categories", help="Categories, comma-separated; if empty, all.")]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Most of each category.", show_default="all")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 

@@ -27,7 +27,7 @@ _SHARED = "shared"
 """The namespace of `--shared`: the requests of all tenants search it."""
 
 app = typer.Typer(
-    help="Manage texts and earlier answers to draft from.",
+    help="Manage texts to draft from.",
     epilog="Example: reader-rag datastore build ~/manuals --datastore ~/drafts",
     no_args_is_help=True,
 )
@@ -162,7 +162,10 @@ def compact(
     full: Annotated[bool, typer.Option("--full", help="Merge into as few files as possible.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Free the disk space of removed texts, and merge files that are due."""
+    """Free disk space and merge files.
+
+    Removes deleted texts from the disk, and merges files that are due.
+    """
     from reader_rag.datastore import Datastore
 
     with Datastore.inspect(datastore, read_only=False) as store, status("compacting"):

@@ -50,10 +50,10 @@ def demo(
     exactness: Exactness = EngineConfig.exactness,
     trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
 ) -> None:
-    """Answer a question about Python's documentation.
+    """Show an answer with and without drafts.
 
-    Installs missing models, ingests Python's language reference, answers, and compares with plain decoding. Exit
-    status: 1 if the tokens differ although they must not (in float32, or with --exactness strict).
+    Installs missing models, ingests Python's language reference, answers a question about it, and compares with plain
+    decoding. Exit status: 1 if the tokens differ although they must not (in float32, or with --exactness strict).
     """
     passed = run_demo(
         output(),

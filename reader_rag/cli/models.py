@@ -20,7 +20,7 @@ Name = Annotated[str, typer.Argument(help="Alias, local folder or hub id.")]
 
 @app.command("list", epilog="Example: reader-rag models list")
 def list_models() -> None:
-    """List the aliases, and which models are installed."""
+    """List models, and which are installed."""
     from reader_rag.cli.display.show import show_models
     from reader_rag.model.registry import list_models as statuses
 
@@ -50,7 +50,7 @@ def profile_model(
     device: Device = LoadConfig.device,
     trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
 ) -> None:
-    """Record a model's next tokens, for better drafts.
+    """Record a model's next tokens for drafts.
 
     A profile holds the most probable tokens after each token of the vocabulary, so that the first drafts of an answer
     are good too. The default model has one. It takes minutes for a small model on a CPU.

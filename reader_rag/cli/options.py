@@ -27,8 +27,9 @@ VectorStore = Annotated[
     str | None,
     typer.Option(
         "--vector-store",
-        help="Use this database instead of --store: qdrant://HOST:PORT/COLLECTION or milvus://..., or embedded "
-        "qdrant:///FOLDER/COLLECTION or milvus:///FILE.db/COLLECTION.",
+        metavar="URL",
+        help="Vector database instead of --store: qdrant://HOST:PORT/NAME or milvus://HOST:PORT/NAME, or embedded "
+        "qdrant:///FOLDER/NAME or milvus:///FILE.db/NAME.",
         show_default=False,
     ),
 ]
@@ -37,8 +38,8 @@ Tenant = Annotated[
     typer.Option(
         "--tenant",
         callback=_tenant,
-        help="Use only data of this tenant: each tenant has documents, texts and answers of its own.",
-        show_default="the tenant without a name",
+        help="Name of the tenant. Each tenant has documents, texts and answers of its own, which no other sees.",
+        show_default="no name",
     ),
 ]
 EmbedModel = Annotated[str, typer.Option("--embed-model", help="Embedding model: alias, local folder or hub id.")]
@@ -73,18 +74,35 @@ EngineUrl = Annotated[
     str | None,
     typer.Option(
         "--engine",
-        help="Let an OpenAI-compatible server answer, e.g. http://localhost:8000/v1. If it needs an API key, set "
+        metavar="URL",
+        help="Let an OpenAI-compatible server answer, such as http://localhost:8000/v1. If it needs an API key, set "
         "READER_RAG_ENGINE_KEY.",
         show_default="none",
     ),
 ]
 EngineTimeout = Annotated[
     float,
-    typer.Option("--engine-timeout", min=0.1, help="Seconds without data from --engine after which a call fails."),
+    typer.Option(
+        "--engine-timeout",
+        metavar="SECONDS",
+        min=0.1,
+        help="A call fails after this time without data from --engine.",
+    ),
 ]
 Passages = Annotated[int, typer.Option("--top-k", min=1, help="Most passages to retrieve.")]
 Cutoff = Annotated[
     float | None, typer.Option("--cutoff", help="Least similarity of a passage, -1 to 1.", show_default="none")
 ]
-DatastoreFolder = Annotated[Path | None, setting_option(EngineConfig, "datastore", flag="--datastore")]
-KeepAnswers = Annotated[bool, setting_option(DatastoreConfig, "keeps_answers", flag="--keep-answers")]
+DatastoreFolder = Annotated[
+    Path | None,
+    setting_option(EngineConfig, "datastore", text="Folder of a datastore: texts and earlier answers to draft from."),
+]
+KeepAnswers = Annotated[
+    bool,
+    setting_option(
+        DatastoreConfig,
+        "keeps_answers",
+        flag="--keep-answers",
+        text="Keep the answers in --datastore, for later drafts.",
+    ),
+]

@@ -111,7 +111,7 @@ def lines(outcome: Verification) -> list[str]:
     found = [
         f"{machine['model']}, {machine['dtype']}, {machine['exactness']}, {machine['device']}",
         f"{outcome.tokens} tokens of {outcome.answers} answers compared: {len(outcome.differences)} differ; "
-        f"{outcome.other_bits} positions have logits that are not equal bit for bit",
+        f"{outcome.other_bits} positions have logits of other bits",
         f"{outcome.accepted} of {outcome.drafted} drafted tokens were accepted"
         + ("" if outcome.drafted else ": nothing was drafted, so nothing was tested"),
     ]

@@ -28,8 +28,8 @@ def vllm_args(
         bool, typer.Option("--keep-answers", help="Draft from answers to earlier requests of all users.")
     ] = False,
 ) -> None:
-    """Print a command that starts vLLM with our drafts.
+    """Print a command that starts vLLM.
 
-    vLLM itself need not be installed here.
+    The server drafts with reader-rag. vLLM need not be installed where the command is printed.
     """
     typer.echo(serve_line(model, drafted, datastore, costs, namespace or (), keep_answers))

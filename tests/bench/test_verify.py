@@ -131,7 +131,7 @@ def test_a_report_names_each_difference() -> None:
     outcome = result("bfloat16", differences=[DIFFERENCE] * 22, other_bits=30, plain_s=2.0, plain_tokens=10)
     outcome = replace(outcome, reader_s=1.0, reader_tokens=10)
     text = lines(outcome)
-    assert text[1] == "100 tokens of 2 answers compared: 22 differ; 30 positions have logits that are not equal bit for bit"
+    assert text[1] == "100 tokens of 2 answers compared: 22 differ; 30 positions have logits of other bits"
     assert text[2] == "40 of 60 drafted tokens were accepted"
     assert text[3] == "  p0, seed 4, token 17: plain ' a', drafted ' b', margin 0.0123"
     assert text[23] == "  and 2 more (--json lists all)"

@@ -23,7 +23,10 @@ def datastore(
     plot: Annotated[Path | None, typer.Option(help="Draw the time of a search by size: a .svg or .png file.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Build datastores of the text found on this machine; measure building, size, opening and searching."""
+    """Measure datastores of several sizes.
+
+    Builds them from text on this machine; reports building, bytes, opening and searching.
+    """
     sizes = options.numbers("--tokens", tokens, least=1000)
     import tempfile
 

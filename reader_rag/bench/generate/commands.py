@@ -47,9 +47,10 @@ def generate(
     methods: Annotated[str, typer.Option(help="Out of plain, reader, hf, hf-lookup.")] = "plain,reader,hf,hf-lookup",
     as_json: options.Json = False,
 ) -> None:
-    """Decode the same prompts by several methods in turn and compare speed, tokens and memory.
+    """Compare decoding methods on the same prompts.
 
-    Several sizes of --batch with --json give a list of reports.
+    Runs the methods in turn; reports speed, tokens per step, memory and differing answers. Several sizes of --batch
+    with --json give a list of reports.
     """
     batches = options.numbers("--batch", batch, least=1)
     if (prompts is None) == (traces is None):
@@ -95,7 +96,10 @@ def cache(
     ] = "float32",
     as_json: options.Json = False,
 ) -> None:
-    """Compare the policies of the batch cache: time, bytes moved and memory. No model is loaded."""
+    """Compare policies of the batch cache.
+
+    Reports time, bytes moved and memory. No model is loaded.
+    """
     sizes = options.numbers("--batch", batch, least=1)
     from reader_rag.bench.generate.cache_policies import CacheShape, measure_caching
 

@@ -28,9 +28,10 @@ def load(
     rounds: Annotated[int, typer.Option(min=1, help="How often all of it is repeated.")] = 3,
     as_json: options.Json = False,
 ) -> None:
-    """Send many concurrent requests, some cancelled and some invalid; check every answer, and look for leaks.
+    """Send many concurrent requests.
 
-    Exit status: 1 if an answer is wrong, an invalid request was accepted, or memory of the cache is still held.
+    Some of them are cancelled and some are invalid. Checks every answer, and looks for leaks. Exit status: 1 if an
+    answer is wrong, an invalid request was accepted, or memory of the cache is still held.
     """
     if cancelled + bad > 1:
         raise ConfigError(f"--cancelled {cancelled} and --bad {bad} are shares of the same requests; lower one of them")

@@ -57,7 +57,10 @@ def replay(
     plots: Annotated[Path | None, typer.Option(help="Folder for reliability.png and ablation.png.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Replay recorded answers: how many tokens a step would have emitted. No model is loaded."""
+    """Count tokens per step on recorded answers.
+
+    Drafts and accepts as an engine does, with the recorded tokens as the model's. No model is loaded.
+    """
     from reader_rag.bench.replay.replayer import ReplayConfig
     from reader_rag.bench.replay.replayer import replay as run
 
@@ -114,7 +117,10 @@ def recall(
     nodes: Nodes = 64,
     as_json: options.Json = False,
 ) -> None:
-    """Replay recorded answers twice: with earlier answers of the same model in a datastore, and without."""
+    """Measure the gain from earlier answers.
+
+    Replays recorded answers with earlier answers of the same model in a datastore, and without.
+    """
     from reader_rag.bench.inputs import read_traces
     from reader_rag.bench.replay.recall import halves, measure_recall
     from reader_rag.bench.replay.replayer import ReplayConfig
@@ -147,7 +153,10 @@ def drafting(
     limit: options.Limit = None,
     as_json: options.Json = False,
 ) -> None:
-    """Time drafting alone on recorded answers: a draft, following a token, indexing a context, first use."""
+    """Time drafting alone, on recorded answers.
+
+    Reports a draft, following a token, indexing a long context, and the first use in a process.
+    """
     from reader_rag.bench.replay.drafting import measure_drafting
     from reader_rag.bench.replay.replayer import ReplayConfig
 
@@ -181,7 +190,10 @@ def record(
     device: options.Device = "auto",
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 200,
 ) -> None:
-    """Record greedy answers and the target's best next tokens, for bench replay."""
+    """Record answers for bench replay.
+
+    Answers are greedy; the model's best next tokens are recorded too.
+    """
     from rich.console import Console
 
     from reader_rag.bench.inputs import read_prompts
@@ -210,7 +222,10 @@ def calibrate(
         typer.Option("--base", help="Count only drafts from a datastore; take all other counts from this file."),
     ] = None,
 ) -> None:
-    """Count how often drafted tokens are accepted, by their estimated probability, on recorded answers."""
+    """Count acceptance on recorded answers.
+
+    Counts drafted tokens that are accepted by their estimated probability, source and evidence.
+    """
     from reader_rag.bench.replay.calibrate import calibrate as count
     from reader_rag.bench.replay.calibrate import calibrate_datastore, save
     from reader_rag.bench.replay.replayer import ReplayConfig

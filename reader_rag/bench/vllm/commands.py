@@ -44,7 +44,10 @@ def vllm(
     gpu_memory: GpuMemory = 0.2,
     as_json: options.Json = False,
 ) -> None:
-    """Answer the same prompts in vLLM with several drafters in turn, and compare speed and tokens."""
+    """Compare drafters in vLLM on the same prompts.
+
+    Runs the drafters in turn; reports speed, tokens per step and differing answers.
+    """
     from reader_rag.bench.vllm.compare import Sampling, compare_vllm
     from reader_rag.bench.vllm.engine import Options as EngineOptions
 
@@ -78,9 +81,10 @@ def vllm_stress(
     gpu_memory: GpuMemory = 0.4,
     as_json: options.Json = False,
 ) -> None:
-    """Send many requests to a vLLM whose KV cache is too small, abort some, and check every answer.
+    """Check the answers of an overloaded vLLM.
 
-    Answers are compared with plain decoding's. Exit status: 1 if one is wrong.
+    Sends many requests to a vLLM whose KV cache is too small, aborts some, and compares every answer with plain
+    decoding's. Exit status: 1 if one is wrong.
     """
     from reader_rag.bench.vllm.engine import Options as EngineOptions
     from reader_rag.bench.vllm.stress import StressPlan, cut, stress
@@ -113,9 +117,10 @@ def vllm_costs(
     eager: Eager = False,
     gpu_memory: GpuMemory = 0.8,
 ) -> None:
-    """Measure the seconds of a vLLM step by the number of requests and of drafted tokens.
+    """Measure how long vLLM steps take.
 
-    Run it on an idle machine like the one that serves. reader-rag vllm-args --costs takes the table.
+    Writes a table of seconds by the number of requests and of drafted tokens. Run it on an idle machine like the one
+    that serves; reader-rag vllm-args --costs takes the table.
     """
     from reader_rag.bench.vllm.costs import measure_costs
     from reader_rag.bench.vllm.engine import Options as EngineOptions
