@@ -1,9 +1,12 @@
-"""Small files that are replaced at once: what a namespace consists of, and what a datastore was made with."""
+"""The two JSON files that are replaced atomically: a namespace's manifest, and the datastore's own.
+
+Each has a first line with the format's version and a CRC-32 of the rest.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,11 @@ from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError
 from reader_rag.util.files import Files
 
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+NAMESPACE_MANIFEST = "manifest.json"
+DATASTORE_MANIFEST = "datastore.json"
 _MAGIC = "reader_rag-datastore"
+_FILE_KEYS = {"tombstones": "dead"}
+"""Attributes that have another key in the file."""
 
 
 @dataclass(frozen=True)
@@ -21,32 +27,32 @@ class SegmentEntry:
     """A segment of a namespace.
 
     Attributes:
-        file: Its name in the namespace's folder.
-        crc: Of its header, which has the checksums of all the rest.
-        tokens: Separators included.
-        documents: The removed ones included.
-        dead: Which of them were removed, rising.
+        file: File name in the namespace's folder.
+        crc: CRC-32 of its header, which holds the checksums of all the rest.
+        tokens: Tokens, separators included.
+        documents: Documents, removed ones included.
+        tombstones: Indices of removed documents, ascending.
     """
 
     file: str
     crc: int
     tokens: int
     documents: int
-    dead: tuple[int, ...] = ()
+    tombstones: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The committed state of a namespace, together with the log that it names.
+class NamespaceManifest:
+    """The committed state of a namespace, together with the write-ahead log that it names.
 
     Attributes:
-        namespace: Its name.
+        namespace: Name of the namespace.
         generation: Grows by one each time the manifest is replaced.
-        log: File name of the log of what came since.
+        log: File name of the write-ahead log with the commits since.
         segments: The segments.
-        damaged: Files of segments that were set aside.
-        max_tokens: Documents that were longest of no use go when there are more; None: no bound.
-        max_age_s: Documents that were put in longer ago go; None: none do.
+        damaged: File names of segments that were set aside.
+        max_tokens: Above so many tokens the least recently used documents are evicted; None: no bound.
+        max_age_s: Documents that were added longer ago are evicted, in seconds; None: no bound.
     """
 
     namespace: str
@@ -58,62 +64,76 @@ class Manifest:
     max_age_s: float | None = None
 
     @property
-    def limited(self) -> bool:
-        """Whether documents go by themselves."""
+    def evicts(self) -> bool:
+        """Whether the namespace is bounded."""
         return self.max_tokens is not None or self.max_age_s is not None
 
 
 @dataclass(frozen=True)
-class Root:
-    """What a datastore was made with, and the namespaces that every request sees."""
+class DatastoreManifest:
+    """The datastore's own file.
+
+    Attributes:
+        tokenizer: Fingerprint of the tokenizer.
+        vocabulary: Number of token ids.
+        shared: Namespaces that every request searches.
+    """
 
     tokenizer: str
     vocabulary: int
-    shared: tuple[str, ...] = field(default=())
+    shared: tuple[str, ...] = ()
 
 
-def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
-    """Replace a namespace's manifest at once."""
-    files.put(folder / MANIFEST, _seal(asdict(manifest)))
+def write_namespace_manifest(files: Files, folder: Path, manifest: NamespaceManifest) -> None:
+    """Replace the manifest in a namespace's folder atomically."""
+    files.replace(folder / NAMESPACE_MANIFEST, _encode(manifest))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """A namespace's manifest.
+def read_namespace_manifest(folder: Path) -> NamespaceManifest:
+    """Read the manifest in a namespace's folder.
 
     Raises:
         FileNotFoundError: There is none.
         DatastoreCorruptError: It is damaged.
         DatastoreMismatchError: It is of another version.
     """
-    path = folder / MANIFEST
+    path = folder / NAMESPACE_MANIFEST
     try:
-        held = _unseal(path)
-        segments = tuple(SegmentEntry(**{**entry, "dead": tuple(entry["dead"])}) for entry in held.pop("segments"))
-        return Manifest(**{**held, "damaged": tuple(held["damaged"]), "segments": segments})
+        content = _read(path)
+        segments = tuple(SegmentEntry(tombstones=tuple(entry.pop("dead")), **entry) for entry in content["segments"])
+        return NamespaceManifest(**{**content, "damaged": tuple(content["damaged"]), "segments": segments})
     except (TypeError, KeyError) as cause:
         raise _damaged(path) from cause
 
 
-def write_root(files: Files, path: Path, root: Root) -> None:
-    """Replace the datastore's own file at once."""
-    files.put(path, _seal(asdict(root)))
+def write_datastore_manifest(files: Files, folder: Path, manifest: DatastoreManifest) -> None:
+    """Replace the manifest in a datastore's folder atomically."""
+    files.replace(folder / DATASTORE_MANIFEST, _encode(manifest))
 
 
-def read_root(path: Path) -> Root:
-    """The datastore's own file; raises as `read_manifest` does."""
+def read_datastore_manifest(folder: Path) -> DatastoreManifest:
+    """Read the manifest in a datastore's folder.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DatastoreCorruptError: It is damaged.
+        DatastoreMismatchError: It is of another version.
+    """
+    path = folder / DATASTORE_MANIFEST
     try:
-        held = _unseal(path)
-        return Root(**{**held, "shared": tuple(held["shared"])})
+        content = _read(path)
+        return DatastoreManifest(**{**content, "shared": tuple(content["shared"])})
     except (TypeError, KeyError) as cause:
         raise _damaged(path) from cause
 
 
-def _seal(content: dict[str, Any]) -> bytes:
+def _encode(manifest: NamespaceManifest | DatastoreManifest) -> bytes:
+    content = asdict(manifest, dict_factory=lambda items: {_FILE_KEYS.get(key, key): value for key, value in items})
     text = json.dumps(content, separators=(",", ":"))
     return f"{_MAGIC} {FORMAT_VERSION} {checksum(text.encode()):08x}\n{text}\n".encode()
 
 
-def _unseal(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     head, _, text = path.read_bytes().partition(b"\n")
     words = head.decode(errors="replace").split(" ")
     if len(words) != 3 or words[0] != _MAGIC:

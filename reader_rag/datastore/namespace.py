@@ -1,4 +1,4 @@
-"""Namespace: documents that are searched together, as its folder has them; read, never written (see `writer`)."""
+"""Namespace: documents that are searched together, as committed in a folder. Read-only; `writer` changes it."""
 
 from __future__ import annotations
 
@@ -12,39 +12,42 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.datastore.manifest import MANIFEST, Manifest, read_manifest
-from reader_rag.datastore.memtable import Held, Live
-from reader_rag.datastore.part import Document, Part
-from reader_rag.datastore.segment import Identity, open_segment
-from reader_rag.datastore.write_ahead_log import Added, Change, LogPart, Removed, read_log
+from reader_rag.datastore.manifest import NAMESPACE_MANIFEST, NamespaceManifest, read_namespace_manifest
+from reader_rag.datastore.memtable import Memtable, SegmentState
+from reader_rag.datastore.segment import Document, Segment
+from reader_rag.datastore.segment_file import open_segment
+from reader_rag.datastore.token_codec import Identity
+from reader_rag.datastore.write_ahead_log import Added, Change, LogContent, Removed, read_log
 from reader_rag.errors import DatastoreCorruptError, DatastoreError, ReaderWarning
 
+FOLDER_PREFIX = "ns-"
+
 _ATTEMPTS = 50
-"""Of reading a manifest and all it names while somebody replaces them."""
+"""Attempts to read a manifest and the files that it names while another process replaces them."""
 
-Searchable = tuple[Part, NDArray[np.int64]]
-"""A part and the positions of its removed documents."""
+Searchable = tuple[Segment, NDArray[np.int64]]
+"""A segment, and the ranges of positions of its removed documents, int64 [n, 2]."""
 
 
-def folder_of(namespace: str) -> str:
-    """The name of a namespace's folder: names may hold what folders' names cannot."""
-    return "ns-" + hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
+def folder_name(namespace: str) -> str:
+    """The name of a namespace's folder: a hash, because a namespace may have any name."""
+    return FOLDER_PREFIX + hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
 
 
 class Namespace:
-    """The documents of one party, or of one kind.
+    """Documents that are searched together.
 
     Args:
-        folder: Of the namespace; it has a manifest.
-        identity: Of the datastore.
+        folder: Folder of the namespace; it has a manifest.
+        identity: Identity of the datastore.
 
     Attributes:
-        lock: Taken for every change and every look at several attributes.
-        version: Grows with every change of what can be found.
+        lock: Held for each change, and to read several attributes consistently.
+        version: Grows with each change of what a search may find.
         manifest: The committed state.
-        segments: What the manifest names, as far as it can be read.
-        live: What came since.
-        damaged: What could not be read, in words.
+        segments: The segments that the manifest names, as far as they are readable.
+        memtable: The documents that were added since.
+        damaged: What is not readable, as messages.
 
     Raises:
         DatastoreCorruptError: The manifest is damaged.
@@ -55,42 +58,41 @@ class Namespace:
         self.folder, self.identity = folder, identity
         self.lock = threading.RLock()
         self.version = 0
-        self.manifest = Manifest("")
-        self.segments: list[Held] = []
-        self.live = Live(identity)
+        self.manifest = NamespaceManifest("")
+        self.segments: list[SegmentState] = []
+        self.memtable = Memtable(identity)
         self.damaged: list[str] = []
-        self._seen: tuple[int, ...] = ()
-        self._log_end = 0
+        self._manifest_stamp: tuple[int, ...] = ()
+        self._log_end = 0  # bytes
         self._logged = 0  # documents in the log, also those that were removed since
-        self._snapshot: tuple[Searchable, ...] = ()
-        self._snapshot_version = -1
+        self._searchable: tuple[int, tuple[Searchable, ...]] = (-1, ())
 
     @property
     def log_path(self) -> Path:
-        """The log's file."""
+        """Path of the write-ahead log."""
         return self.folder / self.manifest.log
 
-    def load(self) -> LogPart:
-        """Read the committed state; segments that are mapped already stay as they are.
+    def load(self) -> LogContent:
+        """Read the committed state; segments that are mapped stay mapped.
 
         Returns:
-            What the log holds.
+            The content of the log.
         """
         with self.lock:
             for attempt in range(_ATTEMPTS):
-                seen = _signature(self.folder / MANIFEST)
-                manifest = read_manifest(self.folder)
+                stamp = _stamp(self.folder / NAMESPACE_MANIFEST)
+                manifest = read_namespace_manifest(self.folder)
                 damaged: list[str] = []
-                segments = list(self._open_all(manifest, damaged))
+                segments = list(self._open_segments(manifest, damaged))
                 try:
                     log = read_log(self.folder / manifest.log, self.identity)
                 except (FileNotFoundError, DatastoreCorruptError) as error:
-                    damaged.append(f"the log of what came last cannot be read: {error}")
-                    log = LogPart([], 0, 0, ())
-                if not damaged or attempt + 1 == _ATTEMPTS or read_manifest(self.folder) == manifest:
+                    damaged.append(f"the write-ahead log cannot be read: {error}")
+                    log = LogContent([], 0, 0, ())
+                if not damaged or attempt + 1 == _ATTEMPTS or read_namespace_manifest(self.folder) == manifest:
                     break
-            self.manifest, self.segments, self.live = manifest, segments, Live(self.identity)
-            self._log_end, self._logged, self._seen = log.end, 0, seen
+            self.manifest, self.segments, self.memtable = manifest, segments, Memtable(self.identity)
+            self._log_end, self._logged, self._manifest_stamp = log.end, 0, stamp
             if log.damaged:
                 damaged.append(f"{self.log_path}: {len(log.damaged)} commits cannot be read")
             for what in damaged:
@@ -102,20 +104,20 @@ class Namespace:
             return log
 
     def refresh(self) -> None:
-        """Take in what another process has committed since."""
+        """Read what another process has committed since."""
         with self.lock:
             try:
-                if _signature(self.folder / MANIFEST) != self._seen:
+                if _stamp(self.folder / NAMESPACE_MANIFEST) != self._manifest_stamp:
                     self.load()
                     return
                 size = self.log_path.stat().st_size if self._log_end else 0
                 if size < self._log_end:
-                    self.load()  # a commit that failed was taken back
+                    self.load()  # a failed commit was rolled back
                 if size <= self._log_end:
                     return
                 log = read_log(self.log_path, self.identity, self._log_end)
             except FileNotFoundError:
-                if (self.folder / MANIFEST).exists():
+                if (self.folder / NAMESPACE_MANIFEST).exists():
                     self.load()
                 else:
                     self.clear()
@@ -126,130 +128,176 @@ class Namespace:
                 self.version += 1
 
     def clear(self) -> None:
-        """Forget all documents, because the namespace is no more."""
+        """Drop all documents from memory, because the namespace was removed."""
         with self.lock:
-            self.segments, self.live = [], Live(self.identity)
+            self.segments, self.memtable = [], Memtable(self.identity)
             self.version += 1
 
-    def snapshot(self) -> tuple[Searchable, ...]:
-        """What can be searched now; stays as it is whatever happens to the namespace."""
+    def searchable(self) -> tuple[Searchable, ...]:
+        """The segments and runs to search now; the result does not change with the namespace."""
         with self.lock:
-            if self._snapshot_version != self.version:
-                self._snapshot = tuple(
-                    (held.part, held.dead_ranges())
-                    for held in (*self.segments, *self.live.parts)
-                    if len(held.part.places)
-                )
-                self._snapshot_version = self.version
-            return self._snapshot
+            if self._searchable[0] != self.version:
+                states = [state for state in (*self.segments, *self.memtable.runs) if len(state.segment.positions)]
+                self._searchable = self.version, tuple((state.segment, state.tombstone_ranges()) for state in states)
+            return self._searchable[1]
 
-    def locate(self, name: str) -> tuple[Held, int] | None:
-        """The segment and number of a document that was not removed."""
-        for held in reversed(self.segments):
-            k = held.find(name)
+    def locate(self, name: str) -> tuple[SegmentState, int] | None:
+        """The segment of a document and its index there; None: it is in no segment, or was removed."""
+        for state in reversed(self.segments):
+            k = state.find(name)
             if k >= 0:
-                return held, k
+                return state, k
         return None
 
     def digest_of(self, name: str) -> int | None:
-        """What `widths.digest` says of a document; None: there is none of that name."""
+        """The `token_digest` of a document; None: there is none of that name."""
         with self.lock:
-            if name in self.live.documents:
-                return self.live.documents[name].digest
-            place = self.locate(name)
-            return None if place is None else int(place[0].part.digests[place[1]])
+            if name in self.memtable.documents:
+                return self.memtable.documents[name].digest
+            located = self.locate(name)
+            return None if located is None else int(located[0].segment.digests[located[1]])
 
     def read(self, name: str) -> NDArray[np.int64] | None:
-        """The tokens of a document; None: there is none of that name."""
+        """int64 [n], the tokens of a document; None: there is none of that name."""
         with self.lock:
-            if name in self.live.documents:
-                return self.identity.width.unpack(self.live.documents[name].stored)
-            place = self.locate(name)
-            return None if place is None else self.identity.width.unpack(place[0].part.stored(place[1]))
+            if name in self.memtable.documents:
+                return self.identity.codec.decode(self.memtable.documents[name].stored)
+            located = self.locate(name)
+            return None if located is None else self.identity.codec.decode(located[0].segment.stored(located[1]))
 
     def names(self) -> list[str]:
         """The names of all documents."""
         with self.lock:
-            kept = [name for held in self.segments for k, name in enumerate(held.part.names) if k not in held.dead]
-            return [*kept, *self.live.documents]
+            return [
+                *(self._name(state, k) for state in self.segments for k in np.flatnonzero(state.kept)),
+                *self.memtable.documents,
+            ]
 
     @property
     def documents(self) -> int:
-        """How many there are."""
-        return sum(held.part.documents - len(held.dead) for held in self.segments) + len(self.live.documents)
+        """Number of documents."""
+        kept = (state.segment.document_count - len(state.tombstones) for state in self.segments)
+        return sum(kept) + len(self.memtable.documents)
 
     @property
     def tokens(self) -> int:
-        """How many they have."""
-        return sum(held.alive for held in self.segments) + self.live.tokens
+        """Number of tokens of all documents."""
+        return sum(state.tokens for state in self.segments) + self.memtable.tokens
 
-    def _open_all(self, manifest: Manifest, damaged: list[str]) -> Iterator[Held]:
-        mapped = {(held.part.file, held.crc): held.part for held in self.segments}
+    def expired(self, now: float) -> list[str]:
+        """Names of the documents that are older than the namespace's `max_age_s`.
+
+        Args:
+            now: Seconds since 1970.
+        """
+        if self.manifest.max_age_s is None:
+            return []
+        oldest = now - self.manifest.max_age_s
+        old = [(state, np.flatnonzero(state.kept & (state.segment.added_at < oldest))) for state in self.segments]
+        return [
+            *(document.name for document in self.memtable.documents.values() if document.added_at < oldest),
+            *(self._name(state, k) for state, documents in old for k in documents),
+        ]
+
+    def excess(self) -> list[str]:
+        """Names of the least recently used documents beyond the namespace's `max_tokens`."""
+        limit = self.manifest.max_tokens
+        if limit is None or self.tokens <= limit:
+            return []
+        recent = list(self.memtable.documents.values())
+        kept = [np.flatnonzero(state.kept) for state in self.segments]
+        pairs = list(zip(self.segments, kept, strict=True))
+        elements = self.identity.codec.elements
+        used_at = [state.used_at[ks] for state, ks in pairs]
+        used_at.append(np.array([document.used_at for document in recent], np.uint32))
+        lengths = [state.segment.lengths[ks] for state, ks in pairs]
+        lengths.append(np.array([len(document.stored) // elements for document in recent], np.int64))
+        order = np.argsort(np.concatenate(used_at), kind="stable")
+        count = int(np.searchsorted(np.cumsum(np.concatenate(lengths)[order]), self.tokens - limit)) + 1
+        first = np.cumsum([0, *map(len, kept)])
+        names = []
+        for n in order[:count].tolist():
+            segment = int(np.searchsorted(first, n, side="right")) - 1
+            if segment < len(kept):
+                names.append(self._name(self.segments[segment], kept[segment][n - first[segment]]))
+            else:
+                names.append(recent[n - int(first[-1])].name)
+        return names
+
+    def _open_segments(self, manifest: NamespaceManifest, damaged: list[str]) -> Iterator[SegmentState]:
+        """Map the segments of a manifest; those that cannot be read are described in `damaged`."""
+        mapped = {(state.segment.file, state.header_crc): state.segment for state in self.segments}
         for entry in manifest.segments:
-            part = mapped.get((entry.file, entry.crc))
+            segment = mapped.get((entry.file, entry.crc))
             try:
-                if part is None:
-                    part = open_segment(self.folder / entry.file, self.identity, entry.crc)
-                if part.documents != entry.documents or (entry.dead and entry.dead[-1] >= part.documents):
-                    raise DatastoreCorruptError(f"{self.folder / entry.file} does not fit its manifest")
+                if segment is None:
+                    segment = open_segment(self.folder / entry.file, self.identity, entry.crc)
+                last = entry.tombstones[-1] if entry.tombstones else -1
+                if segment.document_count != entry.documents or last >= segment.document_count:
+                    raise DatastoreCorruptError(f"{self.folder / entry.file} does not match its manifest")
             except DatastoreCorruptError as error:
                 damaged.append(str(error))
                 continue
-            yield Held(part, entry.crc, entry.dead)
+            yield SegmentState(segment, entry.crc, entry.tombstones)
 
     def _apply(self, changes: Iterable[Change]) -> None:
-        """Bring the documents up to date with what a log says."""
+        """Apply changes from the log."""
         new: dict[str, Document] = {}
         for change in changes:
             name = change.name
             if isinstance(change, Added | Removed):
                 new.pop(name, None)
-                self._forget(name)
+                self._remove(name)
             if isinstance(change, Added):
                 self._logged += 1
                 new[name] = change.document
             elif not isinstance(change, Removed):
                 if name in new:
-                    new[name] = replace(new[name], used=max(new[name].used, change.time))
+                    new[name] = replace(new[name], used_at=max(new[name].used_at, change.time))
                 else:
-                    self._use(name, change.time)
-        self.live.put(new.values())
-        for held in self.segments:
-            held.settled = set(held.dead)
-            if held.dead and held.dead_since is None:
-                held.dead_since = 0.0
+                    self._mark_used(name, change.time)
+        self.memtable.add(new.values())
+        for state in self.segments:
+            state.committed_tombstones = set(state.tombstones)
+            if state.tombstones and state.tombstones_since is None:
+                state.tombstones_since = 0.0
 
-    def _forget(self, name: str) -> bool:
-        """Remove a document; False: there is none of that name."""
-        if self.live.take(name):
+    def _remove(self, name: str) -> bool:
+        """Remove a document in memory; False: there is none of that name."""
+        if self.memtable.remove(name):
             return True
-        place = self.locate(name)
-        if place is None:
+        located = self.locate(name)
+        if located is None:
             return False
-        place[0].dead.add(place[1])
+        located[0].tombstones.add(located[1])
         return True
 
-    def _use(self, name: str, time: int) -> bool:
-        document = self.live.documents.get(name)
+    def _mark_used(self, name: str, time: int) -> bool:
+        """Record a use of a document in memory; False: there is none of that name."""
+        document = self.memtable.documents.get(name)
         if document is not None:
-            self.live.documents[name] = replace(document, used=max(document.used, time))
+            self.memtable.documents[name] = replace(document, used_at=max(document.used_at, time))
             return True
-        place = self.locate(name)
-        if place is None:
+        located = self.locate(name)
+        if located is None:
             return False
-        place[0].use(place[1], time)
+        located[0].mark_used(located[1], time)
         return True
 
+    @staticmethod
+    def _name(state: SegmentState, k: int | np.integer) -> str:
+        return str(state.segment.names[int(k)])
 
-def name_in(folder: Path) -> str | None:
+
+def namespace_in(folder: Path) -> str | None:
     """The namespace that a folder holds; None: its manifest cannot be read."""
     try:
-        return read_manifest(folder).namespace
+        return read_namespace_manifest(folder).namespace
     except (OSError, DatastoreError):
         return None
 
 
-def _signature(path: Path) -> tuple[int, ...]:
-    """Changes when a file is replaced."""
+def _stamp(path: Path) -> tuple[int, ...]:
+    """A value that changes when a file is replaced."""
     found = path.stat()
     return found.st_mtime_ns, found.st_ino, found.st_size

@@ -1,263 +1,239 @@
-"""Segment files: one part each, written once, mapped into memory, checked.
-
-A file is: the magic, the version, the length and checksum of the header; the header (JSON); tables, each at a multiple
-of 64 bytes, little-endian. The tables of documents and tokens are small, and one checksum each is checked when the file
-is opened. Of the text and its places every mebibyte has a checksum, so that damage is located; they are checked by
-`verify_segment`, not at each opening, which would read it all.
-"""
+"""Segment: immutable documents with their suffix array, in memory or mapped from a file; the unit of search."""
 
 from __future__ import annotations
 
-import json
-import mmap
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.datastore.part import Names, Part
-from reader_rag.datastore.token_codec import Width, checksum
-from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError
-from reader_rag.util.files import Files
+from reader_rag.datastore.kernels import suffix_array
+from reader_rag.datastore.token_codec import TokenCodec
 
-MAGIC = b"RRAGSEG\n"
-FORMAT_VERSION = 1
-BLOCK = 1 << 20
-"""Bytes of text or places that have a checksum of their own."""
-
-_FIXED = struct.Struct("<8sIII")
-_ALIGNED = 64
-_BODY = ("tokens", "places")
-_TABLES = {
-    "firsts": "<i4",
-    "starts": "<u4",
-    "name_text": "u1",
-    "name_ends": "<u4",
-    "name_order": "<i4",
-    "digests": "<u8",
-    "added": "<u4",
-    "used": "<u4",
-    "blocks": "<u4",
-}
+_BUCKETS_PAY = 8
+"""A segment of so many tokens for each token id has a table of where each token's bucket begins."""
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What every file of a datastore is marked with.
+@dataclass(frozen=True, eq=False)
+class Document:
+    """A document as it is added.
 
     Attributes:
-        tokenizer: Fingerprint of the tokenizer.
-        vocabulary: Number of token ids.
+        name: Unique in its namespace.
+        stored: Its tokens in stored form, without separators.
+        digest: `token_digest` of its tokens.
+        added_at: When it was added, in seconds since 1970.
+        used_at: When a draft from it was last accepted, in seconds since 1970.
     """
 
-    tokenizer: str
-    vocabulary: int
+    name: str
+    stored: NDArray[Any]
+    digest: int
+    added_at: int
+    used_at: int
 
-    @property
-    def width(self) -> Width:
-        """How tokens are stored."""
-        return Width.of(self.vocabulary)
 
-    def check(self, header: dict[str, Any], place: Path) -> None:
-        """Compare with what a file says.
+class DocumentNames(Sequence[str]):
+    """The names of a segment's documents, searchable without decoding them all.
+
+    Args:
+        text: uint8 [bytes], the names in UTF-8, one after the other.
+        ends: uint32 [documents], where each name ends.
+        order: int32 [documents], documents sorted by their names' bytes.
+    """
+
+    def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.uint32], order: NDArray[np.int32]) -> None:
+        self.text, self.ends, self.order = text, ends, order
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> DocumentNames:
+        """Encode and sort names.
 
         Raises:
-            DatastoreMismatchError: It is of another tokenizer or vocabulary.
+            ValueError: They take 4 GiB or more.
         """
-        for name, ours in (("tokenizer", self.tokenizer), ("vocabulary", self.vocabulary)):
-            if header.get(name) != ours:
-                raise DatastoreMismatchError(
-                    f"{place} was made with {name} {header.get(name)!r}, not {ours!r}: open it with the model that "
-                    "made it, or build another datastore in a new folder"
-                )
+        encoded = [name.encode() for name in names]
+        ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        if len(ends) and ends[-1] >= 1 << 32:
+            raise ValueError("the names of a segment's documents take more than 4 GiB: give shorter names")
+        order = np.array(sorted(range(len(encoded)), key=encoded.__getitem__), np.int32)
+        return cls(np.frombuffer(b"".join(encoded), np.uint8), ends.astype(np.uint32), order)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, k: Any) -> Any:
+        return self._bytes(range(len(self))[k]).decode()
+
+    def _bytes(self, k: int) -> bytes:
+        return self.text[int(self.ends[k - 1]) if k else 0 : int(self.ends[k])].tobytes()
+
+    def find(self, name: str) -> int:
+        """Index of the document of that name, or -1."""
+        wanted = name.encode()
+        low, high = 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            if self._bytes(int(self.order[middle])) < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        k = int(self.order[low]) if low < len(self) else -1
+        return k if k >= 0 and self._bytes(k) == wanted else -1
 
 
-def write_segment(files: Files, path: Path, part: Part, identity: Identity) -> int:
-    """Write a part to a file and bring it to the disk.
-
-    Returns:
-        The checksum of the header, which a manifest keeps: it names exactly this content.
-    """
-    blocks = [checksum(block) for name in _BODY for block in _blocks(getattr(part, name))]
-    arrays = {
-        "tokens": part.tokens,
-        "places": part.places,
-        "firsts": part.firsts,
-        "starts": part.starts,
-        "name_text": part.names.text,
-        "name_ends": part.names.ends,
-        "name_order": part.names.order,
-        "digests": part.digests,
-        "added": part.added,
-        "used": part.used,
-        "blocks": np.array(blocks, np.uint32),
-    }
-    tables: dict[str, Any] = {}
-    offset = 0
-    for name, array in arrays.items():
-        tables[name] = {"at": offset, "bytes": array.nbytes}
-        if name in _TABLES:
-            tables[name]["crc"] = checksum(np.ascontiguousarray(array))
-        offset += -(-array.nbytes // _ALIGNED) * _ALIGNED
-    header = {
-        "tokenizer": identity.tokenizer,
-        "vocabulary": identity.vocabulary,
-        "token_bytes": part.width.bytes,
-        "tokens": part.size,
-        "documents": part.documents,
-        "block": BLOCK,
-        "body_bytes": offset,
-        "tables": tables,
-    }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    crc = checksum(text)
-    begin = _FIXED.pack(MAGIC, FORMAT_VERSION, len(text), crc) + text
-    begin += bytes(-len(begin) % _ALIGNED)
-
-    def chunks() -> Iterator[Any]:
-        yield begin
-        for array in arrays.values():
-            if array.nbytes:
-                yield np.ascontiguousarray(array)
-                yield bytes(-array.nbytes % _ALIGNED)
-
-    files.create(path, chunks())
-    return crc
-
-
-def open_segment(path: Path, identity: Identity, crc: int | None = None) -> Part:
-    """Map a segment.
-
-    Args:
-        path: The file.
-        identity: What it must be of.
-        crc: What `write_segment` returned, if it is known.
-
-    Raises:
-        DatastoreCorruptError: It is missing, damaged, cut off, or not the one that was written.
-        DatastoreMismatchError: It is of another version, tokenizer or vocabulary.
-    """
-    try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as cause:
-        raise DatastoreCorruptError(
-            f"{path} cannot be read: {cause}; restore it, or build its documents again"
-        ) from cause
-    header, start = _header(data, path, crc)
-    identity.check(header, path)
-    if len(data) != start + header["body_bytes"]:
-        raise _damaged(path, f"it has {len(data)} bytes instead of {start + header['body_bytes']}")
-    if hasattr(data, "madvise") and hasattr(mmap, "MADV_RANDOM"):
-        data.madvise(mmap.MADV_RANDOM)  # a search touches single pages: reading their neighbours, too, is of no use
-    width = identity.width
-    try:
-        arrays = {
-            name: _array(data, start, header["tables"][name], np.dtype(kind))
-            for name, kind in {"tokens": width.dtype.str, "places": "<i4", **_TABLES}.items()
-        }
-    except (KeyError, TypeError, ValueError) as cause:
-        raise _damaged(path, "its header makes no sense") from cause
-    for name in _TABLES:
-        if checksum(arrays[name]) != header["tables"][name].get("crc"):
-            raise _damaged(path, f"its table {name!r} has a wrong checksum")
-    part = Part(
-        width=width,
-        tokens=arrays["tokens"],
-        places=arrays["places"],
-        firsts=arrays["firsts"],
-        starts=arrays["starts"],
-        names=Names(arrays["name_text"], arrays["name_ends"], arrays["name_order"]),
-        digests=arrays["digests"],
-        added=arrays["added"],
-        used=arrays["used"],
-        file=path.name,
-    )
-    if len(part.starts) != part.documents + 1 or len(part.tokens) != part.size * width.each:
-        raise _damaged(path, "its tables do not fit each other")
-    return part
-
-
-@dataclass(frozen=True)
-class BadBlock:
-    """A stretch of a segment that is not what was written.
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Documents and their suffix array. Immutable: tombstones are kept in `SegmentState`.
 
     Attributes:
-        table: "tokens" or "places".
-        start: First byte of it in that table.
-        stop: Byte behind the last.
-        documents: Names of the documents whose tokens lie in it; empty for places, which belong to all.
+        codec: How tokens are stored.
+        tokens: The stored text: a separator, then each document and a separator.
+        positions: int32 [entries], the suffix array; see `kernels.layout`.
+        bucket_starts: int32 [vocabulary + 1], where in `positions` the entries behind each token begin; empty in small
+            segments.
+        starts: uint32 [documents + 1], where each document begins in the text; the last one: where the text ends.
+        names: Names of the documents.
+        digests: uint64 [documents].
+        added_at: uint32 [documents], seconds since 1970.
+        used_at: uint32 [documents], seconds since 1970; later uses are in `SegmentState`.
+        file: File name; empty: in memory.
     """
 
-    table: str
-    start: int
-    stop: int
-    documents: tuple[str, ...]
+    codec: TokenCodec
+    tokens: NDArray[Any]
+    positions: NDArray[np.int32]
+    bucket_starts: NDArray[np.int32]
+    starts: NDArray[np.uint32]
+    names: DocumentNames
+    digests: NDArray[np.uint64]
+    added_at: NDArray[np.uint32]
+    used_at: NDArray[np.uint32]
+    file: str = ""
+
+    @property
+    def size(self) -> int:
+        """Tokens, separators included."""
+        return int(self.starts[-1])
+
+    @property
+    def document_count(self) -> int:
+        """Documents, removed ones included."""
+        return len(self.digests)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [documents], tokens of each."""
+        return np.diff(self.starts).astype(np.int64) - 1
+
+    def stored(self, k: int) -> NDArray[Any]:
+        """The stored tokens of document `k`, not copied."""
+        elements = self.codec.elements
+        return self.tokens[int(self.starts[k]) * elements : (int(self.starts[k + 1]) - 1) * elements]
+
+    def document_at(self, position: int) -> int:
+        """Index of the document in which a position of the text lies."""
+        return int(np.searchsorted(self.starts, position, side="right")) - 1
 
 
-def verify_segment(path: Path, part: Part) -> list[BadBlock]:
-    """Read all of a segment's text and places and compare their checksums.
+def build_segment(documents: Iterable[Document], codec: TokenCodec, vocabulary: int) -> Segment:
+    """Sort documents into a segment in memory.
 
     Args:
-        path: The segment's file.
-        part: What `open_segment` gave.
+        documents: At least one.
+        codec: Codec of their tokens.
+        vocabulary: Number of token ids.
+
+    Raises:
+        ValueError: They have 2**31 tokens or more.
     """
-    with path.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    header, start = _header(data, path, None)
-    expected = _array(data, start, header["tables"]["blocks"], np.dtype("<u4")).tolist()
-    bad = []
-    k = 0
-    for table in _BODY:
-        for n, block in enumerate(_blocks(getattr(part, table))):
-            if k >= len(expected) or checksum(block) != expected[k]:
-                first, last = n * BLOCK, n * BLOCK + block.nbytes
-                bad.append(BadBlock(table, first, last, _between(part, first, last) if table == "tokens" else ()))
-            k += 1
-    return bad
+    documents = list(documents)
+    separator = codec.encode(np.array([codec.separator], np.int64))
+    runs = [separator]
+    for document in documents:
+        runs += [document.stored, separator]
+    lengths = [len(document.stored) // codec.elements + 1 for document in documents]
+    return _sorted_segment(
+        codec,
+        vocabulary,
+        np.concatenate(runs),
+        starts=np.cumsum([1, *lengths], dtype=np.int64),
+        names=DocumentNames.of(document.name for document in documents),
+        digests=np.array([document.digest for document in documents], np.uint64),
+        added_at=np.array([document.added_at for document in documents], np.uint32),
+        used_at=np.array([document.used_at for document in documents], np.uint32),
+    )
 
 
-def _between(part: Part, start: int, stop: int) -> tuple[str, ...]:
-    first = max(part.document_at(start // part.width.bytes), 0)
-    last = min(part.document_at((stop - 1) // part.width.bytes), part.documents - 1)
-    return tuple(part.names[k] for k in range(first, last + 1))
+def merge_segments(
+    segments: Sequence[Segment],
+    kept: Sequence[NDArray[np.bool_]],
+    used_at: Sequence[NDArray[np.uint32]],
+    vocabulary: int,
+) -> Segment:
+    """Merge segments into one in memory, without the documents that are not kept.
+
+    A single segment is not sorted again: without some documents the order of the other entries stays.
+
+    Args:
+        segments: At least one.
+        kept: For each segment, bool [documents].
+        used_at: For each segment, uint32 [documents], when each document was last used, in seconds since 1970.
+        vocabulary: Number of token ids.
+
+    Raises:
+        ValueError: They have 2**31 tokens or more.
+    """
+    codec = segments[0].codec
+    runs = [codec.encode(np.array([codec.separator], np.int64))]
+    for segment, keep in zip(segments, kept, strict=True):
+        # Adjacent documents are copied in one piece.
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], keep, [False]])))
+        for first, last in edges.reshape(-1, 2):
+            start, stop = int(segment.starts[first]), int(segment.starts[last])
+            runs.append(segment.tokens[start * codec.elements : stop * codec.elements])
+    pairs = list(zip(segments, kept, strict=True))
+    lengths = [segment.lengths[keep] + 1 for segment, keep in pairs]
+    starts = np.cumsum(np.concatenate([np.ones(1, np.int64), *lengths]))
+    positions = None
+    if len(segments) == 1:
+        (segment,), (keep,) = segments, kept
+        shifts = np.full(segment.document_count, -1, np.int64)
+        shifts[keep] = segment.starts[:-1][keep] - starts[:-1]
+        positions = np.empty(len(segment.positions), np.int32)
+        number = suffix_array.keep_positions(segment.positions, segment.starts[:-1].astype(np.int64), shifts, positions)
+        positions = np.array(positions[:number])
+    return _sorted_segment(
+        codec,
+        vocabulary,
+        np.concatenate(runs),
+        positions,
+        starts=starts,
+        names=DocumentNames.of(segment.names[int(k)] for segment, keep in pairs for k in np.flatnonzero(keep)),
+        digests=np.concatenate([segment.digests[keep] for segment, keep in pairs]),
+        added_at=np.concatenate([segment.added_at[keep] for segment, keep in pairs]),
+        used_at=np.concatenate([times[keep] for times, keep in zip(used_at, kept, strict=True)]),
+    )
 
 
-def _blocks(array: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
-    data = np.ascontiguousarray(array).view(np.uint8)
-    for start in range(0, len(data), BLOCK):
-        yield data[start : start + BLOCK]
-
-
-def _header(data: Any, path: Path, crc: int | None) -> tuple[dict[str, Any], int]:
-    """The header, and where the tables begin."""
-    if len(data) < _FIXED.size or data[: len(MAGIC)] != MAGIC:
-        raise _damaged(path, "it is not a segment")
-    _, version, length, found = _FIXED.unpack(data[: _FIXED.size])
-    if version != FORMAT_VERSION:
-        raise DatastoreMismatchError(
-            f"{path} has format {version} and this version reads {FORMAT_VERSION}: use the version that wrote it, or "
-            "build another datastore in a new folder"
-        )
-    text = data[_FIXED.size : _FIXED.size + length]
-    if len(text) != length or checksum(text) != found:
-        raise _damaged(path, "its header has a wrong checksum")
-    if crc is not None and crc != found:
-        raise _damaged(path, "it is not the one that the manifest names")
-    header: dict[str, Any] = json.loads(text)
-    return header, -(-(_FIXED.size + length) // _ALIGNED) * _ALIGNED
-
-
-def _array(data: Any, start: int, table: dict[str, int], kind: np.dtype[Any]) -> NDArray[Any]:
-    count, rest = divmod(table["bytes"], kind.itemsize)
-    if rest or table["at"] < 0:
-        raise ValueError("a table of a broken size")
-    return np.frombuffer(data, kind, count, start + table["at"]) if count else np.zeros(0, kind)
-
-
-def _damaged(path: Path, what: str) -> DatastoreCorruptError:
-    return DatastoreCorruptError(f"{path} is damaged: {what}; restore it, or build its documents again")
+def _sorted_segment(
+    codec: TokenCodec,
+    vocabulary: int,
+    tokens: NDArray[Any],
+    positions: NDArray[np.int32] | None = None,
+    *,
+    starts: NDArray[np.int64],
+    **tables: Any,
+) -> Segment:
+    """A segment of a text; its suffix array is computed unless `positions` is given."""
+    size = int(starts[-1])
+    if size >= 1 << 31:
+        raise ValueError(f"{size} tokens do not fit one segment: keep it below 2**31")
+    if positions is None:
+        positions = codec.suffix_array(tokens)
+    bucket_starts = np.zeros(vocabulary + 1 if size >= _BUCKETS_PAY * vocabulary else 0, np.int32)
+    if len(bucket_starts):
+        suffix_array.count_buckets(tokens, size, codec.separator, bucket_starts)
+    return Segment(codec, tokens, positions, bucket_starts, starts.astype(np.uint32), **tables)

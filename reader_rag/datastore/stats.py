@@ -1,4 +1,4 @@
-"""What a datastore holds, and what of it is damaged."""
+"""What a namespace holds, and what of it is damaged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from reader_rag.datastore.namespace import Namespace
-from reader_rag.datastore.segment import verify_segment
+from reader_rag.datastore.segment_file import verify_segment
 
 
 @dataclass(frozen=True)
@@ -14,20 +14,20 @@ class NamespaceStats:
     """What a namespace holds.
 
     Attributes:
-        documents: Documents that can be found.
-        tokens: Of them.
-        segments: Files of sorted text.
-        live_tokens: Tokens that are in the log and in memory.
+        documents: Number of documents.
+        tokens: Tokens of all documents.
+        segments: Number of segment files.
+        memtable_tokens: Tokens that are in the write-ahead log and in memory, and not yet in a segment.
         removed_tokens: Tokens of removed documents that are still in segments.
-        bytes: On the disk.
-        shared: Whether every request sees it.
-        damaged: What cannot be read, in words.
+        bytes: Bytes on disk.
+        shared: Whether every request searches it.
+        damaged: What cannot be read, as messages.
     """
 
     documents: int
     tokens: int
     segments: int
-    live_tokens: int
+    memtable_tokens: int
     removed_tokens: int
     bytes: int
     shared: bool
@@ -36,13 +36,13 @@ class NamespaceStats:
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not what was written.
+    """A file that differs from what was written.
 
     Attributes:
-        namespace: Where.
-        file: Which file.
-        what: What is wrong, in words.
-        documents: Those that are known to be concerned.
+        namespace: Name of the namespace.
+        file: Name of the file.
+        what: What is wrong, as a message.
+        documents: Names of the documents that are known to be affected.
     """
 
     namespace: str
@@ -51,29 +51,39 @@ class Damage:
     documents: tuple[str, ...] = ()
 
 
-def measure(space: Namespace, shared: bool) -> NamespaceStats:
-    """What a namespace holds."""
-    with space.lock:
+def measure(namespace: Namespace, shared: bool) -> NamespaceStats:
+    """Measure a namespace.
+
+    Args:
+        namespace: The namespace.
+        shared: Whether every request searches it.
+    """
+    with namespace.lock:
         return NamespaceStats(
-            documents=space.documents,
-            tokens=space.tokens,
-            segments=len(space.segments),
-            live_tokens=space.live.tokens,
-            removed_tokens=sum(held.tokens_of(held.dead) for held in space.segments),
-            bytes=sum(path.stat().st_size for path in space.folder.rglob("*") if path.is_file()),
+            documents=namespace.documents,
+            tokens=namespace.tokens,
+            segments=len(namespace.segments),
+            memtable_tokens=namespace.memtable.tokens,
+            removed_tokens=sum(state.tokens_of(state.tombstones) for state in namespace.segments),
+            bytes=sum(path.stat().st_size for path in namespace.folder.rglob("*") if path.is_file()),
             shared=shared,
-            damaged=(*space.damaged, *(f"{file} was set aside" for file in space.manifest.damaged)),
+            damaged=(*namespace.damaged, *(f"{file} was set aside" for file in namespace.manifest.damaged)),
         )
 
 
-def find_damage(name: str, space: Namespace) -> list[Damage]:
-    """Read all of a namespace and compare checksums."""
-    with space.lock:
-        found = [Damage(name, "", what) for what in space.damaged]
-        segments = list(space.segments)
-    for held in segments:
+def find_damage(name: str, namespace: Namespace) -> list[Damage]:
+    """Read all segments of a namespace and compare their checksums.
+
+    Args:
+        name: Name of the namespace.
+        namespace: The namespace.
+    """
+    with namespace.lock:
+        found = [Damage(name, "", what) for what in namespace.damaged]
+        segments = [state.segment for state in namespace.segments]
+    for segment in segments:
         with contextlib.suppress(FileNotFoundError):  # merged meanwhile
-            for bad in verify_segment(space.folder / held.part.file, held.part):
-                what = f"bytes {bad.start} to {bad.stop} of its {bad.table}"
-                found.append(Damage(name, held.part.file, what, bad.documents))
+            for block in verify_segment(namespace.folder / segment.file, segment):
+                what = f"bytes {block.start} to {block.stop} of its {block.table}"
+                found.append(Damage(name, segment.file, what, block.documents))
     return found

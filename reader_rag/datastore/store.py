@@ -1,89 +1,78 @@
-"""Datastore: the long-term texts that drafts are searched in, in a folder of one's own."""
+"""Datastore: documents as tokens in a folder, in which drafts are searched."""
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.datastore.compactor import Upkeep
-from reader_rag.datastore.manifest import MANIFEST, Root, read_root, write_root
-from reader_rag.datastore.namespace import Namespace, folder_of, name_in
-from reader_rag.datastore.part import Document
-from reader_rag.datastore.segment import Identity
-from reader_rag.datastore.settings import DatastoreSettings
-from reader_rag.datastore.snapshot import View
+from reader_rag.datastore.catalog import Catalog, existing_manifest, open_folder
+from reader_rag.datastore.compactor import CompactionConfig, Compactor
+from reader_rag.datastore.namespace import Namespace, folder_name
+from reader_rag.datastore.searcher import Searcher
+from reader_rag.datastore.segment import Document
 from reader_rag.datastore.stats import Damage, NamespaceStats, find_damage, measure
-from reader_rag.datastore.token_codec import digest, token_array
-from reader_rag.datastore.writer import GONE, Writer, remove_folder
-from reader_rag.errors import (
-    DatastoreBusyError,
-    DatastoreCorruptError,
-    DatastoreError,
-    DatastoreNotFoundError,
-    DatastoreWriteError,
-    MissingDependencyError,
-    ReaderWarning,
-)
-from reader_rag.util.files import Files, writing
+from reader_rag.datastore.token_codec import Identity, token_array, token_digest
+from reader_rag.datastore.writer import NamespaceWriter
+from reader_rag.errors import DatastoreError, DatastoreWriteError
+from reader_rag.util.files import Files
+from reader_rag.util.moved import RenamedAttribute, renamed_arguments
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
-
-ROOT = "datastore.json"
-LOCK = "writer.lock"
 
 _SEGMENT_TOKENS = 1 << 25
 
 
 class Datastore:
-    """Documents as tokens on the disk, in namespaces, searchable as soon as they are added.
+    """Documents as tokens on disk, in namespaces, searchable as soon as they are added.
 
     Open one with `Datastore.open`. One process writes at a time, any number read; all methods may be called from any
-    thread. What `add` and `remove` change is seen at once by this process, and is on the disk, for other processes and
-    after a crash, when `commit` has returned.
+    thread. This process sees what `add` and `remove` change at once; other processes see it, and it outlasts a crash,
+    when `commit` has returned.
 
     Example:
         >>> with Datastore.open("drafts", vocabulary=50_000, tokenizer="sha256:...") as store:
         ...     store.add("a", [5, 6, 7, 8, 9])
         ...     store.commit()
-        ...     cursor = store.view([""]).cursor()
+        ...     cursor = store.searcher([""]).cursor()
         ...     cursor.extend([1, 6, 7])
-        ...     cursor.collect(), cursor.tokens[:3].tolist(), cursor.longest
+        ...     cursor.search(), cursor.continuations[:3].tolist(), cursor.longest_match
         True
         (1, [8, 9, -1], 2)
+
+    Args:
+        folder: Folder of the datastore; it has a manifest.
+        identity: Tokenizer and vocabulary of the datastore.
+        compaction: When segments are written and merged.
+        files: File layer.
+        clock: Seconds since 1970.
+        lock: The writer's lock, held; None: read-only.
     """
 
     def __init__(
         self,
         folder: Path,
-        root: Root,
-        settings: DatastoreSettings,
+        identity: Identity,
+        compaction: CompactionConfig,
         files: Files,
         clock: Callable[[], float],
         lock: BaseFileLock | None,
     ) -> None:
         self.folder = folder
-        self.settings = settings
-        self._root, self._files, self._clock, self._lock = root, files, clock, lock
-        self._seen = self._signature()
-        self._identity = Identity(root.tokenizer, root.vocabulary)
-        self._spaces: dict[str, Namespace] = {}
-        self._number = 0
-        self._open = True
-        self._guard = threading.RLock()
-        self._upkeep = Upkeep(clock) if lock is not None and settings.background else None
+        self.compaction = compaction
+        self._identity, self._files, self._clock, self._lock = identity, files, clock, lock
+        self._compactor = Compactor(clock) if lock is not None and compaction.background else None
+        self._catalog = Catalog(folder, identity, files, None if lock is None else self._open_writer)
 
     @classmethod
+    @renamed_arguments(settings="compaction")
     def open(
         cls,
         folder: Path | str,
@@ -91,54 +80,39 @@ class Datastore:
         vocabulary: int,
         tokenizer: str,
         read_only: bool = False,
-        settings: DatastoreSettings | None = None,
+        compaction: CompactionConfig | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
     ) -> Datastore:
         """Open a datastore, or make one.
 
         Args:
-            folder: Where it lies.
-            vocabulary: Number of token ids; decides how wide tokens are stored.
-            tokenizer: Fingerprint of the tokenizer: tokens of another one mean other text.
-            read_only: Change nothing: other processes may write meanwhile, and nothing is made.
-            settings: When segments are written and merged.
-            files: What writes; for tests.
+            folder: Its folder.
+            vocabulary: Number of token ids; decides how many bytes a stored token has.
+            tokenizer: Fingerprint of the tokenizer: the tokens of another one mean other text.
+            read_only: Change nothing; another process may write meanwhile.
+            compaction: When segments are written and merged; None: the defaults.
+            files: File layer; for tests.
             clock: Seconds since 1970; for tests.
 
         Raises:
-            DatastoreNotFoundError: There is none, and nothing may be made.
+            DatastoreNotFoundError: There is none, and it is opened read-only, or the folder has other files.
             DatastoreMismatchError: It is of another version, tokenizer or vocabulary.
-            DatastoreCorruptError: Its own file is damaged.
-            DatastoreBusyError: Somebody else writes to it.
+            DatastoreCorruptError: Its manifest is damaged.
+            DatastoreBusyError: Another process writes to it.
             DatastoreWriteError: The folder cannot be written to.
-            ValueError: No vocabulary has so many tokens.
+            ValueError: The vocabulary is out of range.
         """
         if sys.byteorder != "little":
             raise DatastoreError("datastores need a little-endian machine: run without one")
         folder, files = Path(folder), files or Files()
-        wanted = Root(tokenizer, vocabulary)
         identity = Identity(tokenizer, vocabulary)
-        assert identity.width  # raises if there is none
-        path = folder / ROOT
-        if not path.exists() and read_only:
-            raise DatastoreNotFoundError(f"no datastore at {folder}: add documents to it first")
-        lock = None
-        if not read_only:
-            with writing(folder):
-                ours = {LOCK, ROOT, ROOT + ".new"}
-                if not path.exists() and folder.is_dir() and any(item.name not in ours for item in folder.iterdir()):
-                    raise DatastoreNotFoundError(f"{folder} holds other files: name an empty or a new folder")
-                files.make_folder(folder)
-                lock = _locked(folder)
+        assert identity.codec  # raises if the vocabulary is out of range
+        lock = open_folder(folder, identity, files, read_only=read_only)
         try:
-            if not path.exists():
-                with writing(folder):
-                    write_root(files, path, wanted)
-            root = read_root(path)
-            identity.check({"tokenizer": root.tokenizer, "vocabulary": root.vocabulary}, folder)
-            store = cls(folder, root, settings or DatastoreSettings(), files, clock, lock)
-            store._clean()
+            store = cls(folder, identity, compaction or CompactionConfig(), files, clock, lock)
+            if lock is not None:
+                store._catalog.clean()
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -147,37 +121,46 @@ class Datastore:
 
     @classmethod
     def inspect(cls, folder: Path | str, *, read_only: bool = True) -> Datastore:
-        """Open a datastore that exists, whatever tokenizer it is of; errors as in `open`."""
-        path = Path(folder) / ROOT
-        if not path.exists():
-            raise DatastoreNotFoundError(f"no datastore at {folder}: add documents to it first")
-        root = read_root(path)
-        return cls.open(folder, vocabulary=root.vocabulary, tokenizer=root.tokenizer, read_only=read_only)
+        """Open a datastore that exists, whatever its tokenizer.
+
+        Args:
+            folder: Its folder.
+            read_only: Change nothing; another process may write meanwhile.
+
+        Raises:
+            DatastoreNotFoundError: There is none.
+            DatastoreMismatchError: It is of another version.
+            DatastoreCorruptError: Its manifest is damaged.
+            DatastoreBusyError: Another process writes to it.
+            DatastoreWriteError: The folder cannot be written to.
+        """
+        manifest = existing_manifest(Path(folder))
+        return cls.open(folder, vocabulary=manifest.vocabulary, tokenizer=manifest.tokenizer, read_only=read_only)
 
     # Documents
 
     def add(self, document: str, tokens: Sequence[int] | NDArray[np.integer], *, namespace: str = "") -> bool:
-        """Put a document in, in place of any of that name; searchable when this returns, durable after `commit`.
+        """Add a document, or replace the one of its name; searchable when this returns, durable after `commit`.
 
         Args:
-            document: Its name.
-            tokens: int token ids.
-            namespace: Where; made if there is none.
+            document: Name of the document.
+            tokens: Token ids.
+            namespace: Namespace of the document; made if it does not exist.
 
         Returns:
-            Whether anything changed: False if the document was there with the same tokens.
+            False if the document exists with the same tokens; nothing changes then.
 
         Raises:
-            ValueError: A token id is not of the vocabulary.
+            ValueError: A token id is outside the vocabulary.
             DatastoreError: The datastore was opened read-only, or is closed.
         """
-        array = token_array(tokens, self._root.vocabulary)
-        writer = self._writer(namespace)
+        array = token_array(tokens, self._identity.vocabulary)
+        digest = token_digest(array)
+        writer = self._catalog.writer(namespace)
         with writer.lock:
-            known = digest(array)
-            if writer.digest_of(document) == known:
+            if writer.digest_of(document) == digest:
                 return False
-            writer.put(self._document(document, array, known))
+            writer.add(self._document(document, array, digest))
             return True
 
     def add_many(
@@ -188,250 +171,226 @@ class Datastore:
         segment_tokens: int = _SEGMENT_TOKENS,
         progress: Callable[[int], None] = lambda _: None,
     ) -> int:
-        """Put many documents in, straight into segments, each committed when it is full.
+        """Add many documents as segments; each is committed when it is full.
 
-        A run that was broken off is resumed by running it again: documents that are there with the same tokens are
-        skipped.
+        To resume an interrupted run, run it again: documents that exist with the same tokens are skipped.
 
         Args:
             documents: Names and token ids.
-            namespace: Where; made if there is none.
-            segment_tokens: Tokens sorted at once.
-            progress: Told the tokens so far.
+            namespace: Namespace of the documents; made if it does not exist.
+            segment_tokens: Most tokens of a segment.
+            progress: Called with the number of tokens so far.
 
         Returns:
-            How many documents were new or changed.
+            The number of documents that were new or changed.
 
         Raises:
-            ValueError: A token id is not of the vocabulary.
+            ValueError: A token id is outside the vocabulary.
             DatastoreWriteError: A segment could not be written; those before it are committed.
+            DatastoreError: The datastore was opened read-only, or is closed.
         """
-        writer = self._writer(namespace)
-        limit = min(segment_tokens, self.settings.max_segment_tokens)
-        held: dict[str, Document] = {}
+        writer = self._catalog.writer(namespace)
+        limit = min(segment_tokens, self.compaction.max_segment_tokens)
+        pending: dict[str, Document] = {}
         size = total = changed = 0
 
-        def put() -> None:
+        def write() -> None:
             nonlocal changed, size
-            changed += len(held)
-            writer.add_segment(list(held.values()))
-            held.clear()
+            changed += len(pending)
+            writer.add_segment(list(pending.values()))
+            pending.clear()
             size = 0
-            self._see_to(writer)
+            self._schedule(writer)
 
         for name, tokens in documents:
-            array = token_array(tokens, self._root.vocabulary)
+            array = token_array(tokens, self._identity.vocabulary)
             total += len(array)
-            known = digest(array)
-            if (held[name].digest if name in held else writer.digest_of(name)) == known:
+            digest = token_digest(array)
+            if (pending[name].digest if name in pending else writer.digest_of(name)) == digest:
                 continue
             if size and size + len(array) > limit:
-                put()
+                write()
                 progress(total - len(array))
-            held[name] = self._document(name, array, known)
+            pending[name] = self._document(name, array, digest)
             size += len(array) + 1
-        put()
+        write()
         progress(total)
         return changed
 
     def remove(self, document: str, *, namespace: str = "") -> bool:
-        """Remove a document: unfindable when this returns, durably after `commit`.
+        """Remove a document: no search finds it when this returns; durable after `commit`.
 
-        Its text leaves the disk when its segment is rewritten: in the background (`DatastoreSettings`), or when
+        Its tokens leave the disk when its segment is rewritten: in the background (`CompactionConfig`), or when
         `compact` returns.
 
-        Returns:
-            False if there is none of that name.
-        """
-        self._check_writable()
-        return self._has(namespace) and self._writer(namespace).remove(document)
-
-    def remove_namespace(self, namespace: str) -> bool:
-        """Remove a namespace with all its documents, at once and from the disk.
+        Args:
+            document: Name of the document.
+            namespace: Namespace of the document.
 
         Returns:
             False if there is none of that name.
         """
-        with self._guard:
-            self._check_writable()
-            if not self._has(namespace):
-                return False
-            try:
-                self._writer(namespace).end()
-            except DatastoreCorruptError:
-                with writing(self.folder):
-                    remove_folder(self._files, self.folder / folder_of(namespace))
-            self._spaces.pop(namespace, None)
-            self._number += 1
-            if namespace in self._root.shared:
-                self.share(namespace, False)
-            return True
+        self._catalog.check_writable()
+        return self._catalog.exists(namespace) and self._catalog.writer(namespace).remove(document)
 
-    def used(self, documents: Iterable[str], *, namespace: str = "") -> None:
-        """Note that documents gave something; where a namespace is limited, those longest of no use go first."""
-        if self._has(namespace):
-            self._writer(namespace).use(documents)
+    def mark_used(self, documents: Iterable[str], *, namespace: str = "") -> None:
+        """Record that drafts from documents were accepted: a bounded namespace evicts the least recently used.
+
+        Args:
+            documents: Names of documents; those that do not exist are ignored.
+            namespace: Namespace of the documents.
+        """
+        if self._catalog.exists(namespace):
+            self._catalog.writer(namespace).mark_used(documents)
 
     def has(self, document: str, *, namespace: str = "") -> bool:
-        """Whether there is a document of that name."""
-        space = self._space(namespace)
+        """Whether a namespace has a document of that name."""
+        space = self._catalog.get(namespace)
         return space is not None and space.digest_of(document) is not None
 
     def read(self, document: str, *, namespace: str = "") -> NDArray[np.int64] | None:
         """int64 [n], the tokens of a document; None: there is none of that name."""
-        space = self._space(namespace)
+        space = self._catalog.get(namespace)
         return None if space is None else space.read(document)
 
     def documents(self, *, namespace: str = "") -> list[str]:
         """The names of all documents of a namespace."""
-        space = self._space(namespace)
+        space = self._catalog.get(namespace)
         return [] if space is None else space.names()
 
     # Namespaces
 
     def namespaces(self) -> list[str]:
         """The names of all namespaces."""
-        with self._guard:
-            held = {folder_of(name): name for name in self._spaces}
-            folders = sorted(path for path in self.folder.iterdir() if path.name.startswith("ns-"))
-            found = [held.get(path.name) if path.name in held else name_in(path) for path in folders]
-            return [name for name in found if name is not None]
+        return self._catalog.names()
 
-    def share(self, namespace: str, shared: bool = True) -> None:
-        """Mark a namespace as one that every request sees, or no longer; committed at once."""
-        with self._guard, writing(self.folder):
-            self._check_writable()
-            others = tuple(name for name in self._root.shared if name != namespace)
-            root = replace(self._root, shared=(*others, namespace) if shared else others)
-            write_root(self._files, self.folder / ROOT, root)
-            self._root = root
-            self._number += 1
-
-    def limit(self, namespace: str, *, max_tokens: int | None = None, max_age_s: float | None = None) -> None:
-        """Bound a namespace; from the next commit on, documents go that are too old or were longest of no use.
-
-        Args:
-            namespace: Made if there is none.
-            max_tokens: Most tokens; None: any number.
-            max_age_s: Seconds after which a document goes; None: it stays.
-        """
-        self._writer(namespace).limit(max_tokens, max_age_s)
-
-    def view(self, namespaces: Sequence[str], *, shared: bool = True) -> View:
-        """What one request may see: its own namespaces, and those marked as shared; nothing else.
-
-        Args:
-            namespaces: Its own; those that are not there (yet) are empty.
-            shared: Also those that `share` marked.
+    def remove_namespace(self, namespace: str) -> bool:
+        """Remove a namespace with all its documents, from searches and from disk.
 
         Returns:
-            A view that follows changes of this process at once. Those of others are taken in now, and by `refresh`.
+            False if there is none of that name.
+        """
+        return self._catalog.remove(namespace)
+
+    def share(self, namespace: str, shared: bool = True) -> None:
+        """Mark a namespace as one that every request searches; committed at once.
+
+        Args:
+            namespace: Name of the namespace.
+            shared: False: remove the mark.
+        """
+        self._catalog.share(namespace, shared)
+
+    def limit(self, namespace: str, *, max_tokens: int | None = None, max_age_s: float | None = None) -> None:
+        """Bound a namespace: each commit evicts old and least recently used documents.
+
+        Args:
+            namespace: Name of the namespace; made if it does not exist.
+            max_tokens: Most tokens; None: no bound.
+            max_age_s: Seconds after which a document is evicted; None: no bound.
+        """
+        self._catalog.writer(namespace).limit(max_tokens, max_age_s)
+
+    def searcher(self, namespaces: Sequence[str], *, shared: bool = True) -> Searcher:
+        """Search the namespaces of one request, and those that `share` marked; nothing else.
+
+        Args:
+            namespaces: Namespaces of the request; those that do not exist (yet) are empty.
+            shared: Also search the shared namespaces.
+
+        Returns:
+            A searcher. Its searches see the changes of this process at once, and those of other processes when it is
+            made and after `refresh`.
         """
         names = tuple(dict.fromkeys(namespaces))
         self.refresh(names)
-        held: tuple[int, tuple[Namespace, ...]] = (-1, ())
+        resolved: tuple[int, tuple[Namespace, ...]] = (-1, ())
 
         def resolve() -> tuple[int, tuple[Namespace, ...]]:
-            nonlocal held
-            number = self._number
-            if held[0] != number:
-                with self._guard:
-                    wanted = dict.fromkeys((*names, *(self._root.shared if shared else ())))
-                    found = [space for name in wanted if (space := self._space(name, tell=True)) is not None]
-                    held = self._number, tuple(found)
-            return held
+            nonlocal resolved
+            catalog = self._catalog
+            if resolved[0] != catalog.version:
+                with catalog.lock:
+                    wanted = dict.fromkeys((*names, *(catalog.shared if shared else ())))
+                    found = [catalog.get(name, skip_damaged=True) for name in wanted]
+                    resolved = catalog.version, tuple(space for space in found if space is not None)
+            return resolved
 
-        return View(resolve, self._identity)
+        return Searcher(resolve, self._identity)
 
     def refresh(self, namespaces: Sequence[str] | None = None) -> None:
-        """Take in what another process committed; a writer knows all and has nothing to do.
+        """Read what another process committed; does nothing in the process that writes.
 
         Args:
-            namespaces: Only these and the shared ones; None: all that were looked at before.
+            namespaces: Only these and the shared ones; None: all that were opened before.
         """
-        if self._lock is not None:
-            return
-        with self._guard:
-            chosen = self._spaces if namespaces is None else (*namespaces, *self._root.shared)
-            for space in [self._spaces[name] for name in chosen if name in self._spaces]:
-                try:
-                    space.refresh()
-                except DatastoreCorruptError as error:
-                    warnings.warn(f"datastore: {error}; what was read before is served", ReaderWarning, stacklevel=3)
-            seen = self._signature()
-            if seen != self._seen:
-                self._root, self._seen = read_root(self.folder / ROOT), seen
-                folders = {path.name for path in self.folder.iterdir()}
-                self._spaces = {name: space for name, space in self._spaces.items() if folder_of(name) in folders}
-                self._number += 1
+        self._catalog.refresh(namespaces)
 
-    # The disk
+    # Disk
 
     def commit(self) -> None:
-        """Bring all changes to the disk: of each namespace all or none.
+        """Write all changes to disk, of each namespace all or none.
 
         Raises:
-            DatastoreWriteError: Something could not be written; those changes are kept for the next commit.
+            DatastoreWriteError: Some could not be written; they are kept for the next commit.
+            DatastoreError: The datastore was opened read-only, or is closed.
         """
-        self._check_writable()
+        self._catalog.check_writable()
         self._commit_all()
 
     def compact(self, *, namespace: str | None = None, full: bool = False, wait: bool = True) -> None:
-        """Commit, take removed text off the disk, and merge what is due.
+        """Commit, remove the tokens of removed documents from disk, and merge the segments that are due.
 
         Args:
             namespace: Only this one; None: all.
-            full: Merge into as few segments as `max_segment_tokens` allows: searches are fastest then.
-            wait: Return when it is done; otherwise it is done in the background.
+            full: Merge into as few segments as `max_segment_tokens` allows; searches are fastest then.
+            wait: False: compact in the background, and return at once.
 
         Raises:
             DatastoreWriteError: Something could not be written.
+            DatastoreError: The datastore was opened read-only, or is closed.
         """
-        self._check_writable()
-        names = self.namespaces() if namespace is None else [namespace] if self._has(namespace) else []
-        for name in names:
-            writer = self._writer(name)
+        self._catalog.check_writable()
+        names = self.namespaces() if namespace is None else [namespace]
+        for writer in [self._catalog.writer(name) for name in names if self._catalog.exists(name)]:
             writer.commit()
-            if wait or self._upkeep is None:
-                writer.tidy(force=True, full=full)
+            if wait or self._compactor is None:
+                writer.compact(force=True, full=full)
             else:
-                self._upkeep.see_to(writer, force=True, full=full)
+                self._compactor.schedule(writer, force=True, full=full)
 
     def verify(self) -> list[Damage]:
-        """Read everything and compare checksums; changes nothing.
+        """Read all files and compare their checksums; changes nothing.
 
         Returns:
-            What is damaged; empty: nothing is.
+            What is damaged.
         """
-        found: list[Damage] = []
-        readable = set()
-        for name in self.namespaces():
-            readable.add(folder_of(name))
-            space = self._space(name)
-            found += [] if space is None else find_damage(name, space)
-        for path in sorted(self.folder.iterdir()):
-            if path.name.startswith("ns-") and path.name not in readable:
-                found.append(Damage("", path.name, "its manifest cannot be read"))
-        return found
+        names = self.namespaces()
+        spaces = {name: self._catalog.get(name) for name in names}
+        damage = [found for name, space in spaces.items() if space is not None for found in find_damage(name, space)]
+        readable = set(map(folder_name, names))
+        unreadable = [path.name for path in self._catalog.folders() if path.name not in readable]
+        return damage + [Damage("", folder, "its manifest cannot be read") for folder in unreadable]
 
     def stats(self) -> dict[str, NamespaceStats]:
         """What each namespace holds."""
-        spaces = {name: self._space(name) for name in self.namespaces()}
-        return {name: measure(space, name in self._root.shared) for name, space in spaces.items() if space is not None}
+        spaces = {name: self._catalog.get(name) for name in self.namespaces()}
+        shared = self._catalog.shared
+        return {name: measure(space, name in shared) for name, space in spaces.items() if space is not None}
 
     def close(self, *, commit: bool = True) -> None:
-        """Commit, end what runs in the background, and let others write.
+        """Commit, end the compactor's thread, and release the writer's lock.
 
         Args:
-            commit: False: what was not committed is dropped.
+            commit: False: drop the changes since the last commit.
         """
-        with self._guard:
-            if not self._open:
+        with self._catalog.lock:
+            if self._catalog.closed:
                 return
-            self._open = False
+            self._catalog.closed = True
         try:
-            if self._upkeep is not None:
-                self._upkeep.close()
+            if self._compactor is not None:
+                self._compactor.close()
             if commit:
                 self._commit_all()
         finally:
@@ -446,112 +405,29 @@ class Datastore:
     ) -> None:
         self.close(commit=kind is None)
 
-    # Parts
+    view = RenamedAttribute("searcher")
+    used = RenamedAttribute("mark_used")
 
-    def _document(self, name: str, array: NDArray[np.int64], known: int) -> Document:
+    def _document(self, name: str, tokens: NDArray[np.int64], digest: int) -> Document:
         now = int(self._clock())
-        return Document(name, self._identity.width.pack(array), known, now, now)
+        return Document(name, self._identity.codec.encode(tokens), digest, now, now)
+
+    def _open_writer(self, folder: Path, name: str) -> NamespaceWriter:
+        writer = NamespaceWriter(folder, name, self._identity, self.compaction, self._files, self._clock)
+        self._schedule(writer)
+        return writer
+
+    def _schedule(self, writer: NamespaceWriter) -> None:
+        if self._compactor is not None:
+            self._compactor.schedule(writer)
 
     def _commit_all(self) -> None:
-        with self._guard:
-            writers = [space for space in self._spaces.values() if isinstance(space, Writer)]
-        failed = []
-        for writer in writers:
+        errors = []
+        for writer in self._catalog.writers:
             try:
                 writer.commit()
             except DatastoreWriteError as error:
-                failed.append(error)
-            self._see_to(writer)
-        if failed:
-            raise failed[0]
-
-    def _has(self, namespace: str) -> bool:
-        return namespace in self._spaces or (self.folder / folder_of(namespace)).exists()
-
-    def _signature(self) -> tuple[int, ...]:
-        """Changes when namespaces come or go or are shared."""
-        own, folder = (self.folder / ROOT).stat(), self.folder.stat()
-        return own.st_mtime_ns, own.st_ino, folder.st_mtime_ns, folder.st_nlink
-
-    def _check_writable(self) -> None:
-        if not self._open:
-            raise DatastoreError(f"the datastore {self.folder} is closed: open it again")
-        if self._lock is None:
-            raise DatastoreError(f"the datastore {self.folder} was opened read-only: open it without read_only")
-
-    def _see_to(self, writer: Writer) -> None:
-        if self._upkeep is not None:
-            self._upkeep.see_to(writer)
-
-    def _writer(self, namespace: str) -> Writer:
-        """A namespace to be changed; made if there is none."""
-        with self._guard:
-            self._check_writable()
-            space = self._spaces.get(namespace)
-            if space is None:
-                space = self._load_writer(namespace)
-                self._number += 1
-            assert isinstance(space, Writer)
-            return space
-
-    def _load_writer(self, namespace: str) -> Writer:
-        folder = self.folder / folder_of(namespace)
-        space = Writer(folder, namespace, self._identity, self.settings, self._files, self._clock)
-        self._spaces[namespace] = space
-        self._see_to(space)
-        return space
-
-    def _space(self, namespace: str, *, tell: bool = False) -> Namespace | None:
-        """A namespace to be read; None: there is none.
-
-        Args:
-            namespace: Its name.
-            tell: One that cannot be read is told and left out, so that the others are served.
-        """
-        with self._guard:
-            if not self._open:
-                raise DatastoreError(f"the datastore {self.folder} is closed: open it again")
-            if namespace in self._spaces:
-                return self._spaces[namespace]
-            folder = self.folder / folder_of(namespace)
-            if not folder.exists():
-                return None
-            try:
-                if self._lock is not None:
-                    return self._load_writer(namespace)
-                space = Namespace(folder, self._identity)
-                space.load()
-            except FileNotFoundError:
-                return None
-            except DatastoreCorruptError as error:
-                if not tell:
-                    raise
-                warnings.warn(f"datastore: {error}; the rest is served", ReaderWarning, stacklevel=3)
-                return None
-            self._spaces[namespace] = space
-            return space
-
-    def _clean(self) -> None:
-        """Take off the disk what is left of namespaces that were removed, or never quite made."""
-        if self._lock is None:
-            return
-        for path in list(self.folder.iterdir()):
-            unmade = path.name.startswith("ns-") and not (path / MANIFEST).exists() and not any(path.glob("*.seg"))
-            if unmade or path.name.startswith(GONE):
-                with writing(self.folder):
-                    self._files.remove_folder(path)
-
-
-def _locked(folder: Path) -> Any:
-    try:
-        from filelock import FileLock, Timeout
-    except ImportError as cause:
-        raise MissingDependencyError("writing to a datastore needs filelock: pip install filelock") from cause
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as cause:
-        raise DatastoreBusyError(
-            f"somebody else writes to the datastore {folder}: wait until they close it, or open it with read_only=True"
-        ) from cause
-    return lock
+                errors.append(error)
+            self._schedule(writer)
+        if errors:
+            raise errors[0]

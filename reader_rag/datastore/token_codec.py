@@ -1,4 +1,4 @@
-"""How tokens are stored: in 16, 24 or 32 bits, by the vocabulary, so that no token is ever cut."""
+"""TokenCodec: tokens are stored in 16, 24 or 32 bits, chosen by the vocabulary, so that no token id is truncated."""
 
 from __future__ import annotations
 
@@ -6,34 +6,38 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.datastore import kernels
-from reader_rag.errors import MissingDependencyError
+from reader_rag.datastore.kernels import suffix_array
+from reader_rag.errors import DatastoreMismatchError, MissingDependencyError
 
 _RANKED = 4
-"""Texts of so many times the vocabulary's tokens are sorted by the ranks of the tokens that are in them."""
+"""Texts of so many times 65,536 tokens are sorted by the ranks of the tokens that occur in them."""
 
 
 @dataclass(frozen=True)
-class Width:
-    """The stored form of tokens.
+class TokenCodec:
+    """Encodes token ids as stored arrays.
 
     Attributes:
-        bytes: Of a token: 2, 3 or 4. The largest value separates documents and is no token.
+        bytes: Bytes of a stored token: 2, 3 or 4. The largest value is the separator and no token.
     """
 
     bytes: int
 
     @classmethod
-    def of(cls, vocabulary: int) -> Width:
-        """The narrowest one for a vocabulary.
+    def for_vocabulary(cls, vocabulary: int) -> TokenCodec:
+        """The codec with the fewest bytes.
+
+        Args:
+            vocabulary: Number of token ids.
 
         Raises:
-            ValueError: There is none.
+            ValueError: The number is below 1 or above 2**31 - 1.
         """
         if not 1 <= vocabulary <= np.iinfo(np.int32).max:
             raise ValueError(f"a vocabulary has 1 to 2147483647 tokens, not {vocabulary}")
@@ -41,41 +45,58 @@ class Width:
 
     @property
     def separator(self) -> int:
-        """What encloses documents."""
+        """The value that encloses documents."""
         return (1 << (8 * self.bytes)) - 1
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of stored arrays, which have `each` elements a token."""
+        """Element type of stored arrays."""
         return np.dtype({2: "<u2", 3: "u1", 4: "<u4"}[self.bytes])
 
     @property
-    def each(self) -> int:
+    def elements(self) -> int:
         """Elements of a stored array by token."""
         return 3 if self.bytes == 3 else 1
 
-    def pack(self, tokens: NDArray[np.integer]) -> NDArray[Any]:
-        """The stored form of tokens, or of separators: [n] to [n * each]."""
+    def encode(self, tokens: NDArray[np.integer]) -> NDArray[Any]:
+        """Encode tokens or separators.
+
+        Args:
+            tokens: Integers [n].
+
+        Returns:
+            `dtype` [n * elements].
+        """
         if self.bytes != 3:
             return tokens.astype(self.dtype)
         return tokens.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].reshape(-1)
 
-    def unpack(self, stored: NDArray[Any]) -> NDArray[np.int64]:
-        """int64 [n], the tokens of a stored array."""
-        if self.bytes != 3:
-            return stored.astype(np.int64)
-        parts = stored.reshape(-1, 3).astype(np.int64)
-        result: NDArray[np.int64] = parts[:, 0] | parts[:, 1] << 8 | parts[:, 2] << 16
-        return result
-
-    def sort(self, stored: NDArray[Any]) -> NDArray[np.int32]:
-        """The places of a stored text in the order that `kernels` searches.
+    def decode(self, stored: NDArray[Any]) -> NDArray[np.int64]:
+        """Decode a stored array.
 
         Args:
-            stored: A text that begins and ends with a separator, of fewer than 2**31 tokens.
+            stored: `dtype` [n * elements].
 
         Returns:
-            int32 [places].
+            int64 [n].
+        """
+        if self.bytes != 3:
+            return stored.astype(np.int64)
+        columns = stored.reshape(-1, 3).astype(np.int64)
+        result: NDArray[np.int64] = columns[:, 0] | columns[:, 1] << 8 | columns[:, 2] << 16
+        return result
+
+    def suffix_array(self, stored: NDArray[Any]) -> NDArray[np.int32]:
+        """Sort the positions of a stored text by the tokens before them; see `kernels.layout`.
+
+        `pydivsufsort` sorts bytes: tokens are written backwards, as big-endian numbers. In long texts these are ranks
+        among the tokens that occur, in as few bytes as the ranks need.
+
+        Args:
+            stored: `dtype` [n * elements], n below 2**31; begins and ends with a separator.
+
+        Returns:
+            int32 [entries].
 
         Raises:
             MissingDependencyError: pydivsufsort is not installed.
@@ -84,32 +105,74 @@ class Width:
             from pydivsufsort import divsufsort
         except ImportError as cause:
             raise MissingDependencyError("the datastore needs pydivsufsort: pip install pydivsufsort") from cause
-        count = len(stored) // self.each
+        count = len(stored) // self.elements
         codes, width = np.zeros(0, np.int64), self.bytes
         if count >= _RANKED * (1 << 16) and width < 4:
             present = np.zeros(self.separator + 1, np.bool_)
-            kernels.mark_tokens(stored, count, present)
+            suffix_array.mark_tokens(stored, count, present)
             codes = np.cumsum(present, dtype=np.int64) - 1
             width = (int(codes[-1]).bit_length() + 7) // 8 or 1
         text = np.empty(count * width, np.uint8)
-        kernels.encode_backwards(stored, count, codes, width, text)
+        suffix_array.encode_backwards(stored, count, codes, width, text)
         order = divsufsort(text)
-        # Sorting a long text takes most of a machine's memory: the places are written over what they are made of.
-        places = order if order.dtype == np.int32 else np.empty(count, np.int32)
-        number = kernels.pick_places(order, width, stored, count, self.separator, places)
-        return np.array(places[:number])
+        # Sorting a long text takes most of a machine's memory, so the result overwrites its input.
+        positions = order if order.dtype == np.int32 else np.empty(count, np.int32)
+        number = suffix_array.select_positions(order, width, stored, self.separator, positions)
+        return np.array(positions[:number])
 
 
-def digest(tokens: NDArray[np.int64]) -> int:
-    """64 bits that tell whether two documents have the same tokens, whatever their width."""
+@dataclass(frozen=True)
+class Identity:
+    """The model that a datastore's tokens are of; every file carries it.
+
+    Attributes:
+        tokenizer: Fingerprint of the tokenizer.
+        vocabulary: Number of token ids.
+    """
+
+    tokenizer: str
+    vocabulary: int
+
+    @property
+    def codec(self) -> TokenCodec:
+        """The codec of the datastore."""
+        return TokenCodec.for_vocabulary(self.vocabulary)
+
+    def check(self, header: dict[str, Any], path: Path) -> None:
+        """Compare with the header of a file.
+
+        Args:
+            header: The header, with `tokenizer` and `vocabulary`.
+            path: The file, for the message.
+
+        Raises:
+            DatastoreMismatchError: The file is of another tokenizer or vocabulary.
+        """
+        for name, expected in (("tokenizer", self.tokenizer), ("vocabulary", self.vocabulary)):
+            if header.get(name) != expected:
+                raise DatastoreMismatchError(
+                    f"{path} was made with {name} {header.get(name)!r}, not {expected!r}: open it with the model that "
+                    "made it, or build another datastore in a new folder"
+                )
+
+
+def token_digest(tokens: NDArray[np.int64]) -> int:
+    """64 bits that tell whether two documents have the same tokens, whatever their codec."""
     return int.from_bytes(hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=8).digest(), "little")
 
 
 def token_array(tokens: Sequence[int] | NDArray[np.integer], vocabulary: int) -> NDArray[np.int64]:
-    """int64 [n].
+    """Convert token ids to an array, and check them.
+
+    Args:
+        tokens: Token ids [n].
+        vocabulary: Number of token ids.
+
+    Returns:
+        int64 [n].
 
     Raises:
-        ValueError: Not a flat list of token ids of the vocabulary.
+        ValueError: The input is not flat, not of integers, or has an id outside the vocabulary.
     """
     array = np.asarray(tokens)
     if array.ndim != 1:
@@ -118,9 +181,9 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer], vocabulary: int) ->
         return np.zeros(0, np.int64)
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids must be integers, not {array.dtype}")
-    least, most = int(array.min()), int(array.max())
-    if least < 0 or most >= vocabulary:
-        raise ValueError(f"token ids must lie from 0 to {vocabulary - 1}: {least if least < 0 else most}")
+    lowest, highest = int(array.min()), int(array.max())
+    if lowest < 0 or highest >= vocabulary:
+        raise ValueError(f"token ids must lie from 0 to {vocabulary - 1}: {lowest if lowest < 0 else highest}")
     return array.astype(np.int64, copy=False)
 
 

@@ -1,7 +1,7 @@
-"""The log of a namespace: what was committed since its segments were written, one frame for each commit.
+"""Write-ahead log of a namespace: the changes since its segments were written, one frame for each commit.
 
-A file is a magic, a version and frames: length and CRC-32 of a payload, then the payload. The first frame says what the
-log belongs to; each other one holds the changes of one commit, so a commit is there wholly or not at all.
+A file is a magic, a version and frames: length and CRC-32 of a payload, then the payload. The first frame identifies
+the datastore; each other one holds the changes of one commit, so that a commit is present as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from reader_rag.datastore.part import Document
-from reader_rag.datastore.segment import Identity
-from reader_rag.datastore.token_codec import checksum
+from reader_rag.datastore.segment import Document
+from reader_rag.datastore.token_codec import Identity, checksum
 from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError
 
 MAGIC = b"RRAGLOG\n"
@@ -25,33 +24,46 @@ FORMAT_VERSION = 1
 
 _HEAD = struct.Struct("<8sI")
 _FRAME = struct.Struct("<QI")
-_OP = struct.Struct("<cI")
+_OPERATION = struct.Struct("<cI")
 _ADDED = struct.Struct("<IQII")
 _USED = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
 class Added:
-    """A document came, in place of any of that name."""
+    """A document was added, and replaced the one of its name if there was one.
+
+    Attributes:
+        document: The document.
+    """
 
     document: Document
 
     @property
     def name(self) -> str:
-        """The document's."""
+        """Name of the document."""
         return self.document.name
 
 
 @dataclass(frozen=True)
 class Removed:
-    """A document went."""
+    """A document was removed.
+
+    Attributes:
+        name: Name of the document.
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class Used:
-    """A document was of use at a time, in seconds since 1970."""
+    """A draft from a document was accepted.
+
+    Attributes:
+        name: Name of the document.
+        time: Seconds since 1970.
+    """
 
     name: str
     time: int
@@ -60,39 +72,39 @@ class Used:
 Change = Added | Removed | Used
 
 
-def encode(change: Change) -> bytes:
-    """The bytes of a change."""
+def encode_change(change: Change) -> bytes:
+    """The bytes of a change in a frame's payload."""
     name = change.name.encode()
     if isinstance(change, Removed):
-        return _OP.pack(b"R", len(name)) + name
+        return _OPERATION.pack(b"R", len(name)) + name
     if isinstance(change, Used):
-        return _OP.pack(b"U", len(name)) + name + _USED.pack(change.time)
+        return _OPERATION.pack(b"U", len(name)) + name + _USED.pack(change.time)
     document = change.document
     stored = document.stored.tobytes()
-    fixed = _ADDED.pack(len(stored), document.digest, document.added, document.used)
-    return _OP.pack(b"A", len(name)) + name + fixed + stored
+    fixed = _ADDED.pack(len(stored), document.digest, document.added_at, document.used_at)
+    return _OPERATION.pack(b"A", len(name)) + name + fixed + stored
 
 
 def frame(payload: bytes) -> bytes:
-    """A payload with its length and checksum."""
+    """A payload behind its length and checksum."""
     return _FRAME.pack(len(payload), checksum(payload)) + payload
 
 
-def beginning(identity: Identity) -> bytes:
-    """What an empty log holds."""
+def empty_log(identity: Identity) -> bytes:
+    """The content of a log without commits."""
     owner = {"tokenizer": identity.tokenizer, "vocabulary": identity.vocabulary}
     return _HEAD.pack(MAGIC, FORMAT_VERSION) + frame(json.dumps(owner).encode())
 
 
 @dataclass(frozen=True)
-class LogPart:
-    """What was read of a log.
+class LogContent:
+    """What was read from a log.
 
     Attributes:
-        changes: In their order.
-        end: Where the last whole frame ends.
-        size: Where the file ends; what lies between was never committed.
-        damaged: Stretches of bytes that were skipped.
+        changes: The changes, in order.
+        end: Offset behind the last whole frame, in bytes.
+        size: Size of the file in bytes; the bytes from `end` on were never committed.
+        damaged: Ranges of bytes that were skipped.
     """
 
     changes: list[Change]
@@ -101,21 +113,21 @@ class LogPart:
     damaged: tuple[tuple[int, int], ...]
 
 
-def read_log(path: Path, identity: Identity, start: int = 0) -> LogPart:
-    """Read a log from a position on.
+def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
+    """Read a log from an offset on.
 
-    A frame with a wrong checksum with whole frames behind it is damage: it is skipped and told. Without any it is the
-    trace of a crash within a commit.
+    A frame with a wrong checksum is damage if a whole frame follows: it is skipped and reported. Otherwise it is a
+    commit that a crash interrupted.
 
     Args:
-        path: The log.
-        identity: What it must be of.
-        start: Where a frame begins; 0: at the beginning.
+        path: The file.
+        identity: Identity of the datastore.
+        start: Offset of a frame in bytes; 0: the beginning of the file.
 
     Raises:
-        FileNotFoundError: There is none.
-        DatastoreCorruptError: It is not a log.
-        DatastoreMismatchError: It is of another version, tokenizer or vocabulary.
+        FileNotFoundError: There is no such file.
+        DatastoreCorruptError: The file is no log, or its first frame is damaged.
+        DatastoreMismatchError: The file is of another version, tokenizer or vocabulary.
     """
     with path.open("rb") as file:
         file.seek(start)
@@ -123,35 +135,35 @@ def read_log(path: Path, identity: Identity, start: int = 0) -> LogPart:
     at = 0
     if start == 0:
         if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
-            raise DatastoreCorruptError(f"{path} is no log of a datastore: restore it, or remove its folder")
+            raise DatastoreCorruptError(f"{path} is no write-ahead log of a datastore: restore it, or remove its folder")
         version = _HEAD.unpack(data[: _HEAD.size])[1]
         if version != FORMAT_VERSION:
             raise DatastoreMismatchError(
                 f"{path} has format {version} and this version reads {FORMAT_VERSION}: use the version that wrote it"
             )
         at = _HEAD.size
-        stop, good = _frame_at(data, at)
-        if not good:
-            raise DatastoreCorruptError(f"{path} has a damaged beginning: restore it, or remove its folder")
+        stop, whole = _frame_at(data, at)
+        if not whole:
+            raise DatastoreCorruptError(f"{path} has a damaged header: restore it, or remove its folder")
         identity.check(json.loads(data[at + _FRAME.size : stop]), path)
         at = stop
     changes: list[Change] = []
     damaged: list[tuple[int, int]] = []
-    doubtful: list[tuple[int, int]] = []
+    suspect: list[tuple[int, int]] = []
     end = at
     while at < len(data):
-        stop, good = _frame_at(data, at)
+        stop, whole = _frame_at(data, at)
         if stop > len(data):
             break
-        if good:
+        if whole:
             changes.extend(_decode(data[at + _FRAME.size : stop], identity))
-            damaged += doubtful
-            doubtful = []
+            damaged += suspect
+            suspect = []
             end = stop
         else:
-            doubtful.append((start + at, start + stop))
+            suspect.append((start + at, start + stop))
         at = stop
-    return LogPart(changes, start + end, start + len(data), tuple(damaged))
+    return LogContent(changes, start + end, start + len(data), tuple(damaged))
 
 
 def _frame_at(data: bytes, at: int) -> tuple[int, bool]:
@@ -172,7 +184,7 @@ def _decode(payload: bytes, identity: Identity) -> Iterator[Change]:
         return layout.unpack_from(payload, at - layout.size)
 
     while at < len(payload):
-        kind, length = take(_OP)
+        kind, length = take(_OPERATION)
         name = payload[at : at + length].decode()
         at += length
         if kind == b"R":
@@ -180,8 +192,8 @@ def _decode(payload: bytes, identity: Identity) -> Iterator[Change]:
         elif kind == b"U":
             yield Used(name, *take(_USED))
         else:
-            size, digest, added, used = take(_ADDED)
-            dtype = identity.width.dtype
+            size, digest, added_at, used_at = take(_ADDED)
+            dtype = identity.codec.dtype
             stored = np.frombuffer(payload, dtype, size // dtype.itemsize, at)
             at += size
-            yield Added(Document(name, stored, digest, added, used))
+            yield Added(Document(name, stored, digest, added_at, used_at))

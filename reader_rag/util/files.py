@@ -1,32 +1,62 @@
-"""The file layer: all that the datastore changes on the disk goes through `Files`, so that tests can make it fail."""
+"""Durable changes of files: `atomic_path` replaces a file or makes a folder, `Files` is the datastore's file layer.
+
+All that the datastore changes on disk goes through a `Files` object, so that tests can make each step fail.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from reader_rag.errors import DatastoreWriteError
 
+REMOVED_PREFIX = "removed-"
+"""Prefix of a folder's name while it is removed."""
+
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Replace a file, or make a folder, atomically: readers see the old content or the new, also after a crash.
+
+    Args:
+        path: Where the content goes; its folder must exist.
+
+    Yields:
+        A path beside it, to be written as a file or made as a folder. When the block ends it is flushed to disk and
+        renamed to `path`; when the block raises it is removed.
+    """
+    files = Files()
+    with files.replacing(path) as partial:
+        yield partial
+        files.sync_tree(partial)
+
+
+def partial_paths(path: Path) -> list[Path]:
+    """What interrupted writes of `path` left beside it."""
+    return list(path.parent.glob(f".{path.name}.partial-*"))
+
+
 class Files:
-    """What changes files and folders. Every method does one thing, wholly or not at all or up to a crash."""
+    """Changes files and folders. Each method completes, fails, or is interrupted by a crash as one step."""
 
     def create(self, path: Path, chunks: Iterable[Any]) -> None:
-        """Write a new file (what stands there is overwritten) and bring it to the disk."""
+        """Write a file and flush it to disk; a file at `path` is overwritten."""
         with path.open("wb", buffering=0) as file:
             for chunk in chunks:
                 self.write(file.fileno(), chunk)
             self.sync(file.fileno())
 
     def append(self, path: Path, at: int, data: bytes) -> None:
-        """Write behind the first `at` bytes of a file, dropping what stands there, and bring it to the disk."""
+        """Truncate a file to `at` bytes, append `data` and flush it to disk."""
         with path.open("r+b", buffering=0) as file:
             self.truncate(file.fileno(), at)
             os.lseek(file.fileno(), at, os.SEEK_SET)
@@ -34,16 +64,30 @@ class Files:
             self.sync(file.fileno())
 
     def shorten(self, path: Path, size: int) -> None:
-        """Drop a file's end."""
+        """Truncate a file to `size` bytes and flush it to disk."""
         with path.open("r+b", buffering=0) as file:
             self.truncate(file.fileno(), size)
             self.sync(file.fileno())
 
-    def put(self, path: Path, data: bytes) -> None:
-        """Exchange a file's content at once: whoever reads it, also after a crash, has the old one or the new one."""
-        new = path.with_name(path.name + ".new")
-        self.create(new, [data])
-        self.rename(new, path)
+    def replace(self, path: Path, data: bytes) -> None:
+        """Replace a file's content atomically and durably."""
+        with self.replacing(path) as partial:
+            self.create(partial, [data])
+
+    @contextlib.contextmanager
+    def replacing(self, path: Path) -> Iterator[Path]:
+        """Yield a path beside `path`; what the block writes there, flushed to disk, is renamed to `path`."""
+        partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
+        try:
+            yield partial
+            self.rename(partial, path)
+        except BaseException:  # an interrupt as well
+            with contextlib.suppress(OSError):
+                if partial.is_dir():
+                    shutil.rmtree(partial)
+                else:
+                    self.unlink(partial)
+            raise
         self.sync_folder(path.parent)
 
     def write(self, file: int, data: Any) -> None:
@@ -53,23 +97,23 @@ class Files:
             rest = rest[os.write(file, rest[: 1 << 26]) :]
 
     def sync(self, file: int) -> None:
-        """Bring a file's content to the disk."""
+        """Flush a file descriptor to disk."""
         os.fsync(file)
 
     def truncate(self, file: int, size: int) -> None:
-        """Set a file's length."""
+        """Set the length of a file in bytes."""
         os.ftruncate(file, size)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or folder; a file at the target is replaced at once."""
+        """Rename a file or folder; a file at the target is replaced atomically."""
         source.replace(target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
         path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder with those above it, unless it is there."""
+        """Make a folder and its parents if they do not exist."""
         if not path.is_dir():
             path.mkdir(parents=True, exist_ok=True)
             self.sync_folder(path.parent)
@@ -83,20 +127,50 @@ class Files:
                 self.unlink(entry)
         path.rmdir()
 
+    def remove_atomically(self, path: Path, on_removed: Callable[[], None] = lambda: None) -> None:
+        """Remove a folder with all that is in it: a rename decides, whatever a crash leaves of the rest.
+
+        Args:
+            path: The folder. It is renamed to a name with `REMOVED_PREFIX` first.
+            on_removed: Called after the rename.
+        """
+        target = path.with_name(REMOVED_PREFIX + path.name)
+        if path.exists():
+            if target.exists():
+                self.remove_folder(target)
+            self.rename(path, target)
+        on_removed()
+        self.sync_folder(target.parent)
+        if target.exists():
+            self.remove_folder(target)
+
     def sync_folder(self, path: Path) -> None:
-        """Bring a folder's list of files to the disk."""
-        if os.name == "nt":
-            return  # folders cannot be opened there
+        """Flush a folder's list of files to disk."""
+        if os.name != "posix":
+            return  # elsewhere a folder cannot be opened, and a rename is durable by itself
         folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
+    def sync_tree(self, path: Path) -> None:
+        """Flush a file to disk, or a folder with all that is in it."""
+        if path.is_dir():
+            for entry in path.iterdir():
+                self.sync_tree(entry)
+            self.sync_folder(path)
+        else:
+            with path.open("rb+") as file:
+                self.sync(file.fileno())
+
 
 @contextlib.contextmanager
-def writing(place: Path) -> Iterator[None]:
-    """Turn what a file system says into errors of ours.
+def datastore_errors(folder: Path) -> Iterator[None]:
+    """Raise a `DatastoreWriteError` in place of an `OSError`.
+
+    Args:
+        folder: What is written, for the message.
 
     Raises:
         DatastoreWriteError: Something could not be written.
@@ -111,4 +185,4 @@ def writing(place: Path) -> Iterator[None]:
             advice = "open it with read_only=True, or make the folder writable"
         else:
             advice = "what was committed is intact"
-        raise DatastoreWriteError(f"cannot write the datastore {place}: {reason}; {advice}") from cause
+        raise DatastoreWriteError(f"cannot write the datastore {folder}: {reason}; {advice}") from cause
