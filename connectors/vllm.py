@@ -222,10 +222,10 @@ def _open(settings: ProposerSettings, vocabulary: str | None, size: int) -> Data
             f"the datastore {folder} has no namespace {', '.join(map(repr, missing))}; it has "
             f"{', '.join(map(repr, store.namespaces())) or 'none'}"
         )
-    view = store.view(settings.namespaces)
-    if not view.table().count:
+    searcher = store.searcher(settings.namespaces)
+    if not len(searcher.snapshot()):
         _log.warning("the datastore %s has no shared namespace, and none is named: nothing is searched there", folder)
-    return DatastoreSearch(view)
+    return DatastoreSearch(searcher)
 
 
 def _prior(settings: ProposerSettings, vocabulary: str | None) -> NDArray[np.int32] | None:

@@ -208,7 +208,7 @@ class Catalog:
                 self.version += 1
 
     def clean(self) -> None:
-        """Remove from disk what is left of namespaces that were removed or never completed, and of interrupted writes."""
+        """Remove from disk what crashes left: removed and incomplete namespaces, and interrupted writes."""
         with datastore_errors(self.folder):
             for path in [*self.folders(), *self.folder.glob(f"{REMOVED_PREFIX}*")]:
                 completed = (path / NAMESPACE_MANIFEST).exists() or any(path.glob("*.seg"))

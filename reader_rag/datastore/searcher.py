@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.datastore.kernels import layout
-from reader_rag.datastore.kernels.layout import MAX_MATCH, MatchBuffers, SegmentTable
+from reader_rag.datastore.kernels.layout import MAX_MATCH
 from reader_rag.datastore.kernels.search import STATE_ROWS, find_matches, find_range
 from reader_rag.datastore.namespace import Namespace, Searchable
 from reader_rag.datastore.token_codec import Identity
@@ -40,7 +40,7 @@ class Snapshot:
 
     Attributes:
         searchable: The segments, each with the ranges of its removed documents.
-        table: The same for the kernels; its addresses point into `searchable`.
+        table: The same for the kernels, a tuple like `SegmentTable`; its addresses point into `searchable`.
     """
 
     def __init__(self, namespaces: Sequence[Namespace], identity: Identity) -> None:
@@ -60,7 +60,7 @@ class Snapshot:
             row[layout.VOCABULARY] = len(segment.bucket_starts) - 1
             row[layout.TOMBSTONES] = removed.ctypes.data
             row[layout.TOMBSTONE_COUNT] = len(removed)
-        self.table = SegmentTable(rows, np.zeros(0, identity.codec.dtype), identity.codec.separator)
+        self.table = (rows, np.zeros(0, identity.codec.dtype), identity.codec.separator)
 
     def __len__(self) -> int:
         return len(self.searchable)
@@ -184,8 +184,7 @@ class Cursor:
     def __init__(self, searcher: Searcher, *, max_matches: int, max_tokens: int, min_match: int) -> None:
         if min(max_matches, max_tokens, min_match) < 1:
             raise ValueError(
-                "max_matches, max_tokens and min_match must be at least 1: "
-                f"{max_matches}, {max_tokens}, {min_match}"
+                f"max_matches, max_tokens and min_match must be at least 1: {max_matches}, {max_tokens}, {min_match}"
             )
         self._searcher, self._max_tokens, self._min_match = searcher, max_tokens, min_match
         self._context = np.full(MAX_MATCH, -1, np.int32)
@@ -193,7 +192,8 @@ class Cursor:
         self._snapshot: Snapshot | None = None
         self.continuations = np.full(max_matches * (max_tokens + 1), -1, np.int32)
         self.all_matches = np.zeros((2, max_matches), np.int32)
-        self._buffers = MatchBuffers(self.continuations, self.all_matches, np.zeros((2, max_matches), np.int64))
+        self._origins = np.zeros((2, max_matches), np.int64)
+        self._buffers = (self.continuations, self.all_matches, self._origins)
         self.found = self.longest_match = self.longest_match_count = 0
 
     def extend(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
@@ -237,7 +237,7 @@ class Cursor:
         """
         if self._snapshot is None or not 0 <= k < self.found:
             raise IndexError(f"no match {k} among {self.found}")
-        return self._snapshot.source(int(self._buffers.origins[0, k]), int(self._buffers.origins[1, k]))
+        return self._snapshot.source(int(self._origins[0, k]), int(self._origins[1, k]))
 
     tokens = RenamedAttribute("continuations")
     places = RenamedAttribute("matches")

@@ -135,7 +135,9 @@ def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
     at = 0
     if start == 0:
         if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
-            raise DatastoreCorruptError(f"{path} is no write-ahead log of a datastore: restore it, or remove its folder")
+            raise DatastoreCorruptError(
+                f"{path} is no write-ahead log of a datastore: restore it, or remove its folder"
+            )
         version = _HEAD.unpack(data[: _HEAD.size])[1]
         if version != FORMAT_VERSION:
             raise DatastoreMismatchError(

@@ -210,7 +210,9 @@ class NamespaceWriter(Namespace):
                         raise
                     self.segments = [*self.segments, new]
                     for state, _ in replaced:
-                        state.tombstones_since = self._clock() if state.tombstones_since is None else state.tombstones_since
+                        state.tombstones_since = (
+                            self._clock() if state.tombstones_since is None else state.tombstones_since
+                        )
                     self.version += 1
             except OSError:
                 self._discard(created)
@@ -242,10 +244,9 @@ class NamespaceWriter(Namespace):
                     return
                 if force:
                     self.commit()
-                since = self._removed_from_log_since
-                if since is not None and not self._uncommitted:
-                    if force or self._clock() >= since + self._config.max_removed_age_s:
-                        self.flush()
+                since = None if self._uncommitted else self._removed_from_log_since
+                if since is not None and (force or self._clock() >= since + self._config.max_removed_age_s):
+                    self.flush()
             while inputs := self._choose(force=force, full=full):
                 if not self._merge(inputs):
                     return

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.datastore import View
-from reader_rag.datastore.kernels import STATE_ROWS
+from reader_rag.datastore import Searcher
+from reader_rag.datastore.kernels.search import STATE_ROWS
 from reader_rag.draft.calibration import Calibration, Scoring, acceptance_ratio
 from reader_rag.draft.kernels import chains as kernels
 from reader_rag.draft.kernels.pool import share_out
@@ -36,12 +36,12 @@ class DatastoreSearch:
     """A datastore that chains are drafted from, and how it is searched.
 
     Attributes:
-        view: The namespaces that are searched.
+        searcher: The namespaces that are searched.
         max_matches: Most matches of one draft.
         min_match: Least match length, in tokens.
     """
 
-    view: View
+    searcher: Searcher
     max_matches: int = 8
     min_match: int = 4
 
@@ -50,8 +50,7 @@ class _Candidates:
     """What the datastore holds behind the ends of the sequences, row by row."""
 
     def __init__(self, search: DatastoreSearch, rows: int, longest: int) -> None:
-        self._view, self._min_match, self._longest = search.view, search.min_match, longest
-        self._separator = search.view.separator
+        self._searcher, self._min_match, self._longest = search.searcher, search.min_match, longest
         self._origins = np.zeros((2, search.max_matches), np.int64)
         self._state = np.zeros((STATE_ROWS, 8), np.int64)
         self.tokens = np.full((rows, search.max_matches * (longest + 1)), -1, np.int32)
@@ -59,23 +58,18 @@ class _Candidates:
         self.counts = np.zeros(rows, np.int64)
 
     def look_up(self, found: Int64, states: Int64) -> None:
-        table = self._view.table()
-        if self._state.shape[1] < table.count:
-            self._state = np.zeros((STATE_ROWS, 2 * table.count), np.int64)
+        snapshot = self._searcher.snapshot()
+        if self._state.shape[1] < len(snapshot):
+            self._state = np.zeros((STATE_ROWS, 2 * len(snapshot)), np.int64)
         kernels.look_up(
             found,
             states,
-            table.rows,
-            table.count,
-            table.like,
+            snapshot.table,
             self._min_match,
             self._longest,
-            self._separator,
             self._state,
             self._origins,
-            self.tokens,
-            self.matches,
-            self.counts,
+            (self.tokens, self.matches, self.counts),
         )
 
 

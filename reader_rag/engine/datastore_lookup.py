@@ -117,7 +117,7 @@ class DatastoreLookup:
             return
         try:
             for namespace, document in used:
-                self.datastore.used([document], namespace=namespace)
+                self.datastore.mark_used([document], namespace=namespace)
             if len(answer) >= _LEAST_ANSWER:
                 space = answers_of(tenant)
                 if space not in self._limited:
@@ -212,11 +212,11 @@ class RequestLookup:
 
     def __init__(self, datastore: Datastore, tenant: str, config: DatastoreConfig) -> None:
         most, reach = config.max_places, config.reach
-        answers = datastore.view([answers_of(tenant)], shared=False)
-        others = datastore.view([passages_of(tenant), texts_of(tenant)])
+        answers = datastore.searcher([answers_of(tenant)], shared=False)
+        others = datastore.searcher([passages_of(tenant), texts_of(tenant)])
         self._cursors = (
-            answers.cursor(most=most, reach=reach, least=config.least_match_of_answers),
-            others.cursor(most=most, reach=reach, least=config.least_match),
+            answers.cursor(max_matches=most, max_tokens=reach, min_match=config.least_match_of_answers),
+            others.cursor(max_matches=most, max_tokens=reach, min_match=config.least_match),
         )
         self._tokens = np.empty(2 * most * (reach + 1), np.int32)
         self._places = np.empty((2, 2 * most), np.int32)
@@ -231,11 +231,11 @@ class RequestLookup:
         """What followed text like the end of the request's, for `TreeBuilder.build`."""
         found = size = 0
         for cursor in self._cursors:
-            count = cursor.collect()
+            count = cursor.search()
             if count:
-                tokens = cursor.tokens
+                tokens = cursor.continuations
                 self._tokens[size : size + len(tokens)] = tokens
-                self._places[:, found : found + count] = cursor.places
+                self._places[:, found : found + count] = cursor.matches
                 self._places[0, found : found + count] += size
                 found, size = found + count, size + len(tokens)
         return DatastoreCandidates(self._tokens, size, self._places, found)
@@ -244,9 +244,9 @@ class RequestLookup:
         """A token of the last lookup was accepted; it stands at `position` of the arrays."""
         for cursor in self._cursors:
             if cursor.found:
-                if position < len(cursor.tokens):
-                    place = int(np.searchsorted(cursor.places[0], position, side="right")) - 1
-                    source = cursor.document_of(place)
+                if position < len(cursor.continuations):
+                    place = int(np.searchsorted(cursor.matches[0], position, side="right")) - 1
+                    source = cursor.source_of(place)
                     self.used[source.namespace, source.document] += 1
                     return
-                position -= len(cursor.tokens)
+                position -= len(cursor.continuations)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from reader_rag.cli.main import app
-from reader_rag.datastore import Datastore, View
+from reader_rag.datastore import Datastore, Searcher
 from reader_rag.engine.datastore_lookup import answers_of, texts_of
 from reader_rag.model import registry as models
 
@@ -58,7 +58,7 @@ def seen(drafts: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[...,
     def found(text: str, tenant: str = "") -> bool:
         tokens = tiny_tokenizer(text)["input_ids"][:20]
         with Datastore.inspect(drafts) as store:
-            view: View = store.view([answers_of(tenant), texts_of(tenant)])
+            view: Searcher = store.searcher([answers_of(tenant), texts_of(tenant)])
             return view.count(tokens) > 0
 
     return found

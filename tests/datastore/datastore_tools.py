@@ -8,47 +8,48 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reader_rag.datastore import Cursor, Datastore, DatastoreSettings, Files, View
+from reader_rag.datastore import CompactionConfig, Cursor, Datastore, Files, Searcher
 
-PLENTY = 2048
-"""More places than any text here has."""
+MANY = 2048
+"""More matches than any text here has."""
 
-SMALL = DatastoreSettings(live_tokens=60, fan=3, max_segment_tokens=100_000, background=False)
+SMALL = CompactionConfig(memtable_tokens=60, merge_factor=3, max_segment_tokens=100_000, background=False)
 """Segments are written and merged after a few documents."""
 
 
-def open_store(folder: Path, vocabulary: int = 60, **settings: Any) -> Datastore:
-    given = {"settings": SMALL, "clock": lambda: 1000.0, "tokenizer": "t", **settings}
-    return Datastore.open(folder, vocabulary=vocabulary, **given)
+def open_store(folder: Path, vocabulary: int = 60, **options: Any) -> Datastore:
+    """Open a datastore of small segments, with a clock that stands still."""
+    options = {"compaction": SMALL, "clock": lambda: 1000.0, "tokenizer": "t", **options}
+    return Datastore.open(folder, vocabulary=vocabulary, **options)
 
 
-def at_end_of(view: View, context: Sequence[int], **options: int) -> Cursor:
+def search(searcher: Searcher, context: Sequence[int], **options: int) -> Cursor:
     """A cursor that has searched."""
-    cursor = view.cursor(**{"most": PLENTY, **options})
+    cursor = searcher.cursor(**{"max_matches": MANY, **options})
     cursor.extend(context)
-    cursor.collect()
+    cursor.search()
     return cursor
 
 
 def found(cursor: Cursor) -> list[tuple[str, int, int]]:
-    """(document, position, match length) of every place, sorted."""
-    sources = [cursor.document_of(k) for k in range(cursor.found)]
-    lengths = cursor.places[1].tolist()
+    """(document, position, match length) of every match, sorted."""
+    sources = [cursor.source_of(k) for k in range(cursor.found)]
+    lengths = cursor.matches[1].tolist()
     return sorted((source.document, source.position, length) for source, length in zip(sources, lengths, strict=True))
 
 
 def continuations(cursor: Cursor) -> list[list[int]]:
-    """The tokens behind each place."""
+    """The tokens behind each match."""
     result = []
-    for start in cursor.places[0].tolist():
-        tokens = cursor.tokens[start:].tolist()
+    for start in cursor.matches[0].tolist():
+        tokens = cursor.continuations[start:].tolist()
         result.append(tokens[: tokens.index(-1)])
     return result
 
 
 def brute_force(documents: Mapping[str, Sequence[int]], context: Sequence[int]) -> list[tuple[str, int, int]]:
-    """(document, position, match length) of every token that follows a repeat of the context's end, sorted."""
-    places = []
+    """(document, position, match length) of every token whose predecessors match the context's end, sorted."""
+    matches = []
     for name, tokens in documents.items():
         for position in range(1, len(tokens)):
             length = 0
@@ -58,8 +59,8 @@ def brute_force(documents: Mapping[str, Sequence[int]], context: Sequence[int]) 
             ):
                 length += 1
             if length:
-                places.append((name, position, length))
-    return sorted(places)
+                matches.append((name, position, length))
+    return sorted(matches)
 
 
 def contents(store: Datastore, namespace: str = "") -> dict[str, list[int]]:
@@ -78,17 +79,17 @@ def bytes_on_disk(folder: Path) -> bytes:
 
 
 class Crash(BaseException):
-    """The process is no more."""
+    """The process ends."""
 
 
 class FailingFiles(Files):
-    """Fails at one step of all that it does to the disk; of what is written then, the first half is there.
+    """Fails at one step of all changes on disk; a write that fails writes the first half.
 
     Args:
-        fail_at: The step, from 0 on; None: none.
-        fail: What is raised.
-        lasting: Every later step fails, too.
-        power_cut: What was not brought to the disk by then is lost (`lose_power`).
+        fail_at: The step that fails, from 0 on; None: none.
+        fail: Makes the exception that is raised.
+        lasting: Every later step fails as well.
+        power_cut: `lose_power` takes back what was not flushed to disk.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class FailingFiles(Files):
         return at is not None and (self.steps - 1 == at or (self._lasting and self.steps - 1 > at))
 
     def lose_power(self) -> None:
-        """Take back what was not brought to the disk."""
+        """Take back what was not flushed to disk."""
         for path, size in self._unsynced.items():
             if self._power_cut and path.exists():
                 os.truncate(path, size)

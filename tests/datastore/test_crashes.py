@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datastore_tools import SMALL, Crash, FailingFiles, at_end_of, brute_force, contents, disk_full, found, open_store
+from datastore_tools import SMALL, Crash, FailingFiles, brute_force, contents, disk_full, found, open_store, search
 
 from reader_rag.datastore import Datastore
 from reader_rag.errors import DatastoreWriteError, ReaderWarning
@@ -67,7 +67,7 @@ class Script:
         # Of several namespaces each is committed by itself: here only one has changes.
         self.coming = {**self.committed, "tenant": {"x": texts[4]}}
         with contextlib.suppress(KeyError):
-            self._do(store._spaces["tenant"].commit)  # type: ignore[attr-defined]
+            self._do(store._catalog._opened["tenant"].commit)  # type: ignore[attr-defined]
         self.committed = self.coming
         self._commits(store.commit)
         for n in range(4, 8):  # enough for a segment
@@ -126,17 +126,21 @@ def test_after_a_crash_at_any_write_the_last_commit_is_there(tmp_path: Path, pow
                 assert held in (script.committed, script.coming), f"step {at}: {files.log[at]}"
                 assert again.verify() == []
                 documents = {f"{space} {name}": text for space in held for name, text in held[space].items()}
-                cursor = at_end_of(again.view(["", "tenant"]), [2, 4, 6])
+                cursor = search(again.searcher(["", "tenant"]), [2, 4, 6])
                 assert len(found(cursor)) == len(brute_force(documents, [2, 4, 6]))
                 # What a crash left is gone, and work goes on.
-                named = {entry.file for entry in again._spaces[""].manifest.segments} if "" in again._spaces else set()
+                named = (
+                    {entry.file for entry in again._catalog._opened[""].manifest.segments}
+                    if "" in again._catalog._opened
+                    else set()
+                )
                 files_there = {path.name for path in folder.rglob("*.seg")}
                 assert files_there >= named
                 again.add("after", [1, 2, 3])
         with open_store(folder) as again:
             assert contents(again)["after"] == [1, 2, 3]
             left = {path.name for path in folder.rglob("*.seg")}
-            assert left == {e.file for name in again.namespaces() for e in again._space(name).manifest.segments}  # type: ignore[union-attr]
+            assert left == {e.file for name in again.namespaces() for e in again._catalog.get(name).manifest.segments}  # type: ignore[union-attr]
 
 
 def test_when_a_full_disk_has_room_again_nothing_is_lost(tmp_path: Path) -> None:
@@ -182,7 +186,7 @@ def test_a_full_disk_says_so_and_the_next_commit_works(tmp_path: Path) -> None:
         store.add("b", [4, 5, 6])
         with pytest.raises(DatastoreWriteError, match="No space left on device; free some space and commit again"):
             store.commit()
-        assert store.view([""]).count([4, 5]) == 1  # it is searchable all the same
+        assert store.searcher([""]).count([4, 5]) == 1  # it is searchable all the same
         with open_store(tmp_path / "s", read_only=True) as reader:
             assert contents(reader) == {"a": [1, 2, 3]}
         files._fail_at = None
@@ -252,7 +256,7 @@ def test_a_killed_process_leaves_a_whole_commit(tmp_path: Path) -> None:
                 held = contents(store)
         assert held["a"] == held["c"]
         assert held["a"][0] in ((last % 60), (last + 1) % 60)
-        assert SMALL.live_tokens == 60
+        assert SMALL.memtable_tokens == 60
 
 
 READER = """
@@ -264,7 +268,7 @@ store = open_store(Path(sys.argv[1]), read_only=True)
 print("ready", flush=True)
 seen, most = 0, 0
 while True:
-    view = store.view([""])
+    view = store.searcher([""])
     held = contents(store)
     numbers = {name[1:] for name in held if name != "end"}
     assert all(held.get("a" + n) == held.get("b" + n) for n in numbers), held

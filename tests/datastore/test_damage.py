@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from datastore_tools import bytes_on_disk, contents, open_store
 
-from reader_rag.datastore import segment
-from reader_rag.datastore.manifest import MANIFEST
-from reader_rag.datastore.namespace import folder_of
+from reader_rag.datastore import segment_file
+from reader_rag.datastore.manifest import NAMESPACE_MANIFEST
+from reader_rag.datastore.namespace import folder_name
 from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError, ReaderWarning
 
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def segments(folder: Path) -> list[Path]:
-    return sorted((folder / folder_of("")).glob("*.seg"), key=lambda path: int(path.stem))
+    return sorted((folder / folder_name("")).glob("*.seg"), key=lambda path: int(path.stem))
 
 
 def flip(path: Path, at: int) -> None:
@@ -61,11 +61,11 @@ def test_a_segment_that_is_damaged_at_opening_is_set_aside(folder: Path, how: st
         assert [damage.namespace for damage in reader.verify()] == [""]
     with open_store(folder) as store:
         with pytest.warns(ReaderWarning, match=f"{path.name}.*; the rest is served"):
-            assert store.view([""]).count([7, 8]) == 10
+            assert store.searcher([""]).count([7, 8]) == 10
         assert contents(store) == rest
         assert any(path.name in what for what in store.stats()[""].damaged)
         store.add("a", [1, 2, 3] * 10)
-    assert (folder / folder_of("") / "damaged" / path.name).exists() == (how != "gone")
+    assert (folder / folder_name("") / "damaged" / path.name).exists() == (how != "gone")
     with open_store(folder) as store:  # told once
         assert contents(store) == {**rest, "a": [1, 2, 3] * 10}
         assert store.stats()[""].damaged == (f"{path.name} was set aside",)
@@ -81,7 +81,7 @@ def test_verify_tells_which_block_and_which_documents(folder: Path) -> None:
 
 
 def test_damage_is_located_by_block(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(segment, "BLOCK", 16)
+    monkeypatch.setattr(segment_file, "BLOCK", 16)
     with open_store(tmp_path / "t") as store:
         store.add_many([(name, [n] * 20) for n, name in enumerate("wxyz")])
     path = segments(tmp_path / "t")[0]
@@ -106,12 +106,12 @@ def test_a_segment_that_is_damaged_inside_is_set_aside_when_it_is_merged(folder:
 def test_a_commit_that_was_cut_off_is_dropped_and_told(folder: Path) -> None:
     with open_store(folder) as store:
         store.add("e", [3, 3, 3])
-    [log] = (folder / folder_of("")).glob("*.log")
+    [log] = (folder / folder_name("")).glob("*.log")
     log.write_bytes(log.read_bytes()[:-3])
     with open_store(folder, read_only=True) as reader:
         assert "e" not in contents(reader)
     with open_store(folder) as store:
-        with pytest.warns(ReaderWarning, match="bytes of a commit that was cut off are dropped"):
+        with pytest.warns(ReaderWarning, match="bytes of an interrupted commit are dropped"):
             assert sorted(contents(store)) == ["a", "b", "c", "d"]
         store.add("f", [4, 4])
     with open_store(folder) as store:
@@ -121,24 +121,24 @@ def test_a_commit_that_was_cut_off_is_dropped_and_told(folder: Path) -> None:
 def test_a_damaged_commit_is_told_and_those_after_it_are_kept(folder: Path) -> None:
     with open_store(folder) as store:
         store.add("e", [3, 3, 3])
-    [log] = (folder / folder_of("")).glob("*.log")
+    [log] = (folder / folder_name("")).glob("*.log")
     flip(log, log.read_bytes().index(np.array([1, 2, 9], "<u2").tobytes()))
     with pytest.warns(ReaderWarning, match="1 commits cannot be read; the rest is served"), open_store(folder) as store:
         assert sorted(contents(store)) == ["a", "b", "c", "e"]
-    assert (folder / folder_of("") / "damaged" / log.name).exists()
+    assert (folder / folder_name("") / "damaged" / log.name).exists()
     with open_store(folder) as store:
         assert sorted(contents(store)) == ["a", "b", "c", "e"]
 
 
 @pytest.mark.parametrize("how", ["gone", "empty"])
 def test_without_its_log_the_segments_are_served(folder: Path, how: str) -> None:
-    [log] = (folder / folder_of("")).glob("*.log")
+    [log] = (folder / folder_name("")).glob("*.log")
     if how == "gone":
         log.unlink()
     else:
         log.write_bytes(b"")
     with open_store(folder) as store:
-        with pytest.warns(ReaderWarning, match="the log of what came last cannot be read"):
+        with pytest.warns(ReaderWarning, match="the write-ahead log cannot be read"):
             assert sorted(contents(store)) == ["a", "b", "c"]
         store.add("e", [1, 1])
     with open_store(folder) as store:
@@ -148,11 +148,11 @@ def test_without_its_log_the_segments_are_served(folder: Path, how: str) -> None
 def test_a_namespace_with_a_damaged_manifest_is_left_out_and_others_are_served(folder: Path) -> None:
     with open_store(folder) as store:
         store.add("x", [1, 2, 3], namespace="other")
-    flip(folder / folder_of("") / MANIFEST, 60)
+    flip(folder / folder_name("") / NAMESPACE_MANIFEST, 60)
     for read_only in (False, True):
         with open_store(folder, read_only=read_only) as store:
             with pytest.warns(ReaderWarning, match="is damaged: restore it.*; the rest is served"):
-                assert store.view(["", "other"]).count([1, 2]) == 1
+                assert store.searcher(["", "other"]).count([1, 2]) == 1
             with pytest.raises(DatastoreCorruptError, match="is damaged: restore it"):
                 store.documents()
             assert [damage.what for damage in store.verify()] == ["its manifest cannot be read"]
@@ -171,14 +171,14 @@ def test_a_damaged_root_is_told(folder: Path) -> None:
         open_store(folder)
 
 
-@pytest.mark.parametrize("file", ["datastore.json", MANIFEST, "segment", "log"])
+@pytest.mark.parametrize("file", ["datastore.json", NAMESPACE_MANIFEST, "segment", "log"])
 def test_a_file_of_another_version_is_refused_and_left_as_it_is(folder: Path, file: str) -> None:
     if file == "datastore.json":
         path = folder / file
-    elif file == MANIFEST:
-        path = folder / folder_of("") / file
+    elif file == NAMESPACE_MANIFEST:
+        path = folder / folder_name("") / file
     else:
-        path = segments(folder)[0] if file == "segment" else next((folder / folder_of("")).glob("*.log"))
+        path = segments(folder)[0] if file == "segment" else next((folder / folder_name("")).glob("*.log"))
     data = path.read_bytes()
     path.write_bytes(data.replace(b" 1 ", b" 2 ", 1) if path.suffix == ".json" else data[:8] + b"\x02" + data[9:])
     before = bytes_on_disk(folder)
@@ -191,9 +191,9 @@ def test_a_file_of_another_version_is_refused_and_left_as_it_is(folder: Path, fi
 def test_a_segment_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     with open_store(tmp_path / "t", tokenizer="u") as store:
         store.add_many([("a", [1, 2, 3])])
-    source = tmp_path / "t" / folder_of("")
+    source = tmp_path / "t" / folder_name("")
     for path in source.iterdir():
-        (folder / folder_of("") / path.name).write_bytes(path.read_bytes())
+        (folder / folder_name("") / path.name).write_bytes(path.read_bytes())
     with open_store(folder, read_only=True) as reader, pytest.raises(DatastoreMismatchError, match="tokenizer 'u'"):
         contents(reader)
 

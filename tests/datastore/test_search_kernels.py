@@ -6,14 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datastore_tools import SMALL, at_end_of, brute_force, continuations, found, open_store
+from datastore_tools import SMALL, brute_force, continuations, found, open_store, search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reader_rag.datastore import kernels
-from reader_rag.datastore import token_codec as widths
-from reader_rag.datastore.part import Document, build_part
-from reader_rag.datastore.token_codec import Width
+from reader_rag.datastore import token_codec
+from reader_rag.datastore.kernels import layout
+from reader_rag.datastore.kernels.layout import MatchBuffers, SegmentTable, token_at
+from reader_rag.datastore.kernels.search import STATE_ROWS, find_matches
+from reader_rag.datastore.segment import Document, build_segment
+from reader_rag.datastore.token_codec import TokenCodec
 
 DOCUMENTS = {"a": [1, 2, 3, 4, 5], "b": [9, 2, 3, 6], "c": [3, 7, 3]}
 
@@ -27,59 +29,59 @@ def test_the_longest_match_comes_first_then_shorter_ones_with_what_follows(tmp_p
     with open_store(tmp_path / "s", vocabulary) as store:
         for name, tokens in DOCUMENTS.items():
             store.add(name, tokens)
-        cursor = at_end_of(store.view([""]), [8, 1, 2, 3])
-        assert cursor.places[1].tolist() == [3, 2, 1]
+        cursor = search(store.searcher([""]), [8, 1, 2, 3])
+        assert cursor.matches[1].tolist() == [3, 2, 1]
         assert continuations(cursor) == [[4, 5], [6], [7, 3]]
-        assert [cursor.document_of(k).document for k in range(3)] == ["a", "b", "c"]
-        assert [cursor.document_of(k).position for k in range(3)] == [3, 3, 1]
-        assert (cursor.longest, cursor.matches) == (3, 1)
+        assert [cursor.source_of(k).document for k in range(3)] == ["a", "b", "c"]
+        assert [cursor.source_of(k).position for k in range(3)] == [3, 3, 1]
+        assert (cursor.longest_match, cursor.longest_match_count) == (3, 1)
 
 
 def test_a_place_at_a_documents_end_has_nothing_behind_it_and_is_none(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.add("a", [1, 2])
         store.add("b", [3, 4])
-        view = store.view([""])
-        assert at_end_of(view, [1]).found == 1
-        assert at_end_of(view, [2]).found == 0  # 3 follows in another document
-        assert at_end_of(view, [2, 3]).places[1].tolist() == [1]
+        view = store.searcher([""])
+        assert search(view, [1]).found == 1
+        assert search(view, [2]).found == 0  # 3 follows in another document
+        assert search(view, [2, 3]).matches[1].tolist() == [1]
 
 
 def test_what_follows_ends_with_the_document_or_with_the_reach(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.add("a", [1, 10, 11, 12, 13])
-        cursor = at_end_of(store.view([""]), [1], reach=2)
+        cursor = search(store.searcher([""]), [1], max_tokens=2)
         assert continuations(cursor) == [[10, 11]]
-        assert cursor.tokens[:3].tolist() == [10, 11, -1]
-        assert continuations(at_end_of(store.view([""]), [1], reach=9)) == [[10, 11, 12, 13]]
+        assert cursor.continuations[:3].tolist() == [10, 11, -1]
+        assert continuations(search(store.searcher([""]), [1], max_tokens=9)) == [[10, 11, 12, 13]]
 
 
 def test_matches_are_compared_to_64_tokens(tmp_path: Path) -> None:
     text = [n % 7 + n % 5 for n in range(100)]
     with open_store(tmp_path / "s") as store:
         store.add("a", text)
-        assert at_end_of(store.view([""]), text[:64]).longest == 64
-        assert at_end_of(store.view([""]), text[:90]).longest == 64
-        assert at_end_of(store.view([""]), text[:63]).longest == 63
+        assert search(store.searcher([""]), text[:64]).longest_match == 64
+        assert search(store.searcher([""]), text[:90]).longest_match == 64
+        assert search(store.searcher([""]), text[:63]).longest_match == 63
 
 
 def test_shorter_matches_than_asked_for_are_left_out(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         for name, tokens in DOCUMENTS.items():
             store.add(name, tokens)
-        view = store.view([""])
-        assert at_end_of(view, [1, 2, 3], least=2).places[1].tolist() == [3, 2]
-        assert at_end_of(view, [1, 2, 3], least=4).found == 0
+        view = store.searcher([""])
+        assert search(view, [1, 2, 3], min_match=2).matches[1].tolist() == [3, 2]
+        assert search(view, [1, 2, 3], min_match=4).found == 0
 
 
 def test_tokens_that_no_document_has_match_nothing(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.add("a", [1, 2, 3])
-        view = store.view([""])
+        view = store.searcher([""])
         for strange in (50, 60, 65_535, 2**31 - 1, -1):
-            assert at_end_of(view, [1, strange]).found == 0
-            assert at_end_of(view, [strange, 1]).places[1].tolist() == [1]
-        assert at_end_of(view, []).found == 0
+            assert search(view, [1, strange]).found == 0
+            assert search(view, [strange, 1]).matches[1].tolist() == [1]
+        assert search(view, []).found == 0
 
 
 def test_the_largest_tokens_of_a_vocabulary_are_stored_whole(tmp_path: Path, vocabulary: int) -> None:
@@ -88,27 +90,27 @@ def test_the_largest_tokens_of_a_vocabulary_are_stored_whole(tmp_path: Path, voc
         store.add("a", [top, 5, top, top - 1])
         store.commit()
         store.compact(full=True)
-        assert sorted(continuations(at_end_of(store.view([""]), [top]))) == [[5, top, top - 1], [top - 1]]
+        assert sorted(continuations(search(store.searcher([""]), [top]))) == [[5, top, top - 1], [top - 1]]
 
 
 def test_a_vocabulary_that_needs_the_separators_value_is_stored_wider() -> None:
-    assert Width.of(65_535).bytes == 2
-    assert Width.of(65_536).bytes == 3
-    assert Width.of(2**24 - 1).bytes == 3
-    assert Width.of(2**24).bytes == 4
+    assert TokenCodec.for_vocabulary(65_535).bytes == 2
+    assert TokenCodec.for_vocabulary(65_536).bytes == 3
+    assert TokenCodec.for_vocabulary(2**24 - 1).bytes == 3
+    assert TokenCodec.for_vocabulary(2**24).bytes == 4
     with pytest.raises(ValueError, match="a vocabulary has 1 to 2147483647 tokens, not 0"):
-        Width.of(0)
+        TokenCodec.for_vocabulary(0)
 
 
 def test_a_sample_is_spread_evenly_over_all_parts(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s", settings=SMALL) as store:
+    with open_store(tmp_path / "s", compaction=SMALL) as store:
         # The token before 59 decides their order: 50 places, in two parts.
         for start in (0, 25):
             store.add_many([(f"d{n}", [n, 59, n]) for n in range(start, start + 25)])
-        cursor = at_end_of(store.view([""]), [58, 59], most=5)
-        assert cursor.places[1].tolist() == [1] * 5
+        cursor = search(store.searcher([""]), [58, 59], max_matches=5)
+        assert cursor.matches[1].tolist() == [1] * 5
         assert [after for [after] in continuations(cursor)] == [5, 15, 25, 35, 45]
-        assert cursor.matches == 50
+        assert cursor.longest_match_count == 50
 
 
 @settings(max_examples=60)
@@ -122,62 +124,61 @@ def test_places_and_lengths_are_those_of_brute_force(
     texts: list[list[int]], context: list[int], vocabulary: int, ranked: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(widths, "_RANKED", ranked)
-        width = Width.of(vocabulary)
-        part = build_part(
-            [Document(f"{n}", width.pack(np.array(text, np.int64)), 0, 0, 0) for n, text in enumerate(texts)],
-            width,
+        patch.setattr(token_codec, "_RANKED", ranked)
+        codec = TokenCodec.for_vocabulary(vocabulary)
+        segment = build_segment(
+            [Document(f"{n}", codec.encode(np.array(text, np.int64)), 0, 0, 0) for n, text in enumerate(texts)],
+            codec,
             vocabulary,
         )
         expected = brute_force({f"{n}": text for n, text in enumerate(texts)}, context)
-        assert len(part.places) == sum(max(len(text) - 1, 0) for text in texts)
-        rows = np.zeros((1, kernels.COLUMNS), np.int64)
-        rows[0] = [
-            *(part.tokens.ctypes.data, part.size, part.places.ctypes.data, len(part.places)),
-            *(part.firsts.ctypes.data if len(part.firsts) else 0, len(part.firsts) - 1, 0, 0),
+        assert len(segment.positions) == sum(max(len(text) - 1, 0) for text in texts)
+        rows = np.zeros((int(len(segment.positions) > 0), layout.COLUMNS), np.int64)
+        rows[:] = [
+            *(segment.tokens.ctypes.data, segment.size, segment.positions.ctypes.data, len(segment.positions)),
+            segment.bucket_starts.ctypes.data if len(segment.bucket_starts) else 0,
+            *(len(segment.bucket_starts) - 1, 0, 0),
         ]
-        places, origins = np.zeros((2, 256), np.int32), np.zeros((2, 256), np.int64)
-        count = int(len(part.places) > 0)
-        state, tokens = np.zeros((kernels.STATE_ROWS, 1), np.int64), np.zeros(256 * 6, np.int32)
-        sequence = np.array([-1, *context], np.int32)
-        number, longest, matches = kernels.collect(
-            rows, count, part.tokens[:0], sequence, len(sequence), 1, 5, width.separator, state, tokens, places, origins
-        )
+        buffers = MatchBuffers(np.zeros(256 * 6, np.int32), np.zeros((2, 256), np.int32), np.zeros((2, 256), np.int64))
+        table = SegmentTable(rows, segment.tokens[:0], codec.separator)
+        state = np.zeros((STATE_ROWS, 1), np.int64)
+        number, longest, matches = find_matches(table, np.array([-1, *context], np.int32), 1, 5, state, buffers)
         lengths = [length for _, _, length in expected]
         assert (longest, matches) == (max(lengths, default=0), lengths.count(max(lengths, default=0)))
         got = []
         for k in range(number):
-            document = part.document_at(int(origins[1, k]))
-            position = int(origins[1, k] - part.starts[document])
-            got.append((f"{document}", position, int(places[1, k])))
-            after = tokens[places[0, k] :].tolist()
+            position = int(buffers.origins[1, k])
+            document = segment.document_at(position)
+            position -= int(segment.starts[document])
+            got.append((f"{document}", position, int(buffers.matches[1, k])))
+            after = buffers.continuations[buffers.matches[0, k] :].tolist()
             assert after[: after.index(-1)] == texts[document][position : position + 5]
         assert sorted(got) == expected
-        assert places[1, :number].tolist() == sorted(lengths, reverse=True)
+        assert buffers.matches[1, :number].tolist() == sorted(lengths, reverse=True)
 
 
 @given(st.lists(st.integers(0, 2**31 - 2), max_size=20), st.sampled_from([2, 3, 4]))
 def test_stored_tokens_are_the_tokens(tokens: list[int], size: int) -> None:
-    width = Width(size)
-    array = np.array(tokens, np.int64) % width.separator
-    stored = width.pack(array)
+    codec = TokenCodec(size)
+    array = np.array(tokens, np.int64) % codec.separator
+    stored = codec.encode(array)
     assert stored.nbytes == size * len(tokens)
-    assert width.unpack(stored).tolist() == array.tolist()
-    assert [kernels.token_at(stored, i) for i in range(len(tokens))] == array.tolist()
+    assert codec.decode(stored).tolist() == array.tolist()
+    assert [token_at(stored, i) for i in range(len(tokens))] == array.tolist()
 
 
 def test_damaged_places_lead_nowhere_else(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     with open_store(tmp_path / "s", vocabulary=4) as store:
         store.add_many([("a", random.integers(0, 4, 500))])
-        view = store.view([""])
-        assert at_end_of(view, [1, 2]).found > 0
-        table = view.table()
-        places = table.parts[0].places
-        broken = random.integers(-(2**31), 2**31, len(places)).astype(np.int32)
-        table.rows[0, kernels.PLACES] = broken.ctypes.data
-        firsts = random.integers(-(2**31), 2**31, 5).astype(np.int32)
-        for address in (table.rows[0, kernels.FIRSTS], firsts.ctypes.data):
-            table.rows[0, kernels.FIRSTS] = address
+        view = store.searcher([""])
+        assert search(view, [1, 2]).found > 0
+        snapshot = view.snapshot()
+        rows = snapshot.table[0]
+        positions = random.integers(-(2**31), 2**31, len(snapshot.searchable[0][0].positions)).astype(np.int32)
+        rows[0, layout.POSITIONS] = positions.ctypes.data
+        bucket_starts = random.integers(-(2**31), 2**31, 5).astype(np.int32)
+        for address in (rows[0, layout.BUCKET_STARTS], bucket_starts.ctypes.data):
+            rows[0, layout.BUCKET_STARTS] = address
             for _ in range(50):
-                found(at_end_of(view, random.integers(0, 4, 10).tolist()))
+                found(search(view, random.integers(0, 4, 10).tolist()))

@@ -14,20 +14,20 @@ import pytest
 from datastore_tools import (
     SMALL,
     FailingFiles,
-    at_end_of,
     brute_force,
     bytes_on_disk,
     contents,
     continuations,
     found,
     open_store,
+    search,
 )
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from waiting import join
 
-from reader_rag.datastore import Datastore, DatastoreSettings, Source
+from reader_rag.datastore import CompactionConfig, Datastore, Source
 from reader_rag.errors import (
     ConfigError,
     DatastoreBusyError,
@@ -47,7 +47,7 @@ class AnyMix(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.store = open_store(self.folder / "s", 4)
-        self.view = self.store.view([""])
+        self.view = self.store.searcher([""])
         self.reader: Datastore | None = None
         self.now: dict[str, list[int]] = {}
         self.committed: dict[str, list[int]] = {}
@@ -91,17 +91,18 @@ class AnyMix(RuleBasedStateMachine):
             self.committed = dict(self.now)
         self.now = dict(self.committed)
         self.store = open_store(self.folder / "s", 4)
-        self.view = self.store.view([""])
+        self.view = self.store.searcher([""])
 
     @rule(context=st.lists(st.integers(0, 3), min_size=1, max_size=8), most=st.integers(1, 9))
     def look(self, context: list[int], most: int) -> None:
         expected = brute_force(self.now, context)
         lengths = sorted((length for _, _, length in expected), reverse=True)
-        cursor = at_end_of(self.view, context)
+        cursor = search(self.view, context)
         assert found(cursor) == expected
-        assert (cursor.longest, cursor.matches) == (lengths[0], lengths.count(lengths[0])) if lengths else (0, 0)
-        sample = at_end_of(self.view, context, most=most)
-        assert sample.places[1].tolist() == lengths[:most]
+        longest = max(lengths, default=0)
+        assert (cursor.longest_match, cursor.longest_match_count) == (longest, lengths.count(longest))
+        sample = search(self.view, context, max_matches=most)
+        assert sample.matches[1].tolist() == lengths[:most]
         assert set(found(sample)) <= set(expected)
         assert self.view.count(context) == sum(length >= len(context) for length in lengths)
 
@@ -109,7 +110,7 @@ class AnyMix(RuleBasedStateMachine):
     def look_from_elsewhere(self, context: list[int]) -> None:
         if self.reader is None:
             self.reader = open_store(self.folder / "s", 4, read_only=True)
-        assert found(at_end_of(self.reader.view([""]), context)) == brute_force(self.committed, context)
+        assert found(search(self.reader.searcher([""]), context)) == brute_force(self.committed, context)
 
     @invariant()
     def counts(self) -> None:
@@ -132,11 +133,11 @@ def store(tmp_path: Path) -> Any:
 
 
 def test_a_document_is_found_when_add_returns_and_by_others_when_commit_has(store: Datastore) -> None:
-    view = store.view([""])
+    view = store.searcher([""])
     store.add("a", [1, 2, 3])
     assert view.count([1, 2]) == 1
     with open_store(store.folder, read_only=True) as reader:
-        others = reader.view([""])
+        others = reader.searcher([""])
         assert others.count([1, 2]) == 0
         store.commit()
         assert others.count([1, 2]) == 0
@@ -146,10 +147,10 @@ def test_a_document_is_found_when_add_returns_and_by_others_when_commit_has(stor
 
 def test_a_removed_document_is_found_no_more_by_views_that_there_are(store: Datastore) -> None:
     store.add_many([("a", [1, 2, 3]), ("b", [7, 2, 4])])
-    cursor = at_end_of(store.view([""]), [2])
+    cursor = search(store.searcher([""]), [2])
     assert sorted(continuations(cursor)) == [[3], [4]]
     store.remove("a")
-    cursor.collect()
+    cursor.search()
     assert continuations(cursor) == [[4]]
 
 
@@ -158,13 +159,13 @@ def test_the_documents_that_are_there_are_found_beside_many_that_were_removed(st
     for n in range(3000):
         if n != 1234:
             store.remove(f"d{n}")
-    cursor = at_end_of(store.view([""]), [1, 2], most=4)
-    assert [cursor.document_of(k).document for k in range(cursor.found)] == ["d1234"]
-    assert cursor.matches == 1
+    cursor = search(store.searcher([""]), [1, 2], max_matches=4)
+    assert [cursor.source_of(k).document for k in range(cursor.found)] == ["d1234"]
+    assert cursor.longest_match_count == 1
 
 
 def test_a_second_writer_is_told_that_there_is_one(store: Datastore) -> None:
-    with pytest.raises(DatastoreBusyError, match="somebody else writes to the datastore .*read_only=True"):
+    with pytest.raises(DatastoreBusyError, match="another process writes to the datastore .*read_only=True"):
         open_store(store.folder)
     store.close()
     open_store(store.folder).close()
@@ -184,7 +185,7 @@ def test_a_reader_changes_nothing(store: Datastore) -> None:
 
 def test_a_reader_follows_namespaces_that_come_and_go(store: Datastore) -> None:
     with open_store(store.folder, read_only=True) as reader:
-        view = reader.view(["x"])
+        view = reader.searcher(["x"])
         store.add("a", [1, 2, 3], namespace="x")
         store.commit()
         reader.refresh()
@@ -197,15 +198,15 @@ def test_a_reader_follows_namespaces_that_come_and_go(store: Datastore) -> None:
 def test_threads_search_while_one_adds_and_removes(tmp_path: Path) -> None:
     errors: list[BaseException] = []
     done = threading.Event()
-    background = DatastoreSettings(live_tokens=60, fan=3, rewrite_share=0.2)
-    with open_store(tmp_path / "s", settings=background) as store:
+    background = CompactionConfig(memtable_tokens=60, merge_factor=3, max_removed_share=0.2)
+    with open_store(tmp_path / "s", compaction=background) as store:
 
         def search() -> None:
             try:
-                cursor = store.view([""]).cursor()
+                cursor = store.searcher([""]).cursor()
                 cursor.extend([1, 2])
                 while not done.wait(0.0005):  # so that these threads do not keep the interpreter to themselves
-                    cursor.collect()
+                    cursor.search()
                     # Each document is 1 2 n n n.
                     assert all(len(set(after)) == 1 and len(after) == 3 for after in continuations(cursor))
             except BaseException as error:
@@ -233,7 +234,7 @@ def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, Any] = {}
     exec(block, names)
     cursor = names["cursor"]
-    assert cursor.document_of(0) == Source(namespace="ann", document="note-7", position=2)
+    assert cursor.source_of(0) == Source(namespace="ann", document="note-7", position=2)
     assert continuations(cursor) == [[2644, 314], [1789, 30]]
 
 
@@ -253,7 +254,7 @@ def test_a_removed_documents_tokens_leave_the_disk(store: Datastore) -> None:
         assert store.remove("secret")
         store.compact()
         assert encoded not in bytes_on_disk(store.folder)
-        assert store.view([""]).count(secret[:3]) == 0
+        assert store.searcher([""]).count(secret[:3]) == 0
     assert contents(store) == {"other": other}
 
 
@@ -271,7 +272,7 @@ def test_a_removed_namespace_leaves_the_disk_at_once(store: Datastore) -> None:
     encoded = np.arange(10, 30).astype("<u2").tobytes()
     store.add("a", range(10, 30), namespace="x")
     store.commit()
-    view = store.view(["x"])
+    view = store.searcher(["x"])
     assert view.count([10]) == 1
     assert store.remove_namespace("x")
     assert view.count([10]) == 0
@@ -284,25 +285,25 @@ def test_a_removed_namespace_leaves_the_disk_at_once(store: Datastore) -> None:
 
 def test_a_segment_is_rewritten_when_removals_are_old_or_many(tmp_path: Path) -> None:
     now = [0.0]
-    settings = DatastoreSettings(live_tokens=60, rewrite_share=0.4, rewrite_after_s=100, background=False)
-    with open_store(tmp_path / "s", settings=settings, clock=lambda: now[0]) as store:
+    config = CompactionConfig(memtable_tokens=60, max_removed_share=0.4, max_removed_age_s=100, background=False)
+    with open_store(tmp_path / "s", compaction=config, clock=lambda: now[0]) as store:
         store.add_many([(f"d{n}", [n, n, n]) for n in range(10)])
-        writer: Any = store._spaces[""]
+        writer: Any = store._catalog.writer("")
         store.remove("d0")
-        assert writer.due_in() is None  # not committed
+        assert writer.seconds_until_due() is None  # not committed
         store.commit()
-        assert writer.due_in() == 100
+        assert writer.seconds_until_due() == 100
         now[0] = 99
-        writer.tidy()
+        writer.compact()
         assert store.stats()[""].removed_tokens == 3
         now[0] = 100
-        writer.tidy()
+        writer.compact()
         assert store.stats()[""].removed_tokens == 0
         for n in range(1, 6):
             store.remove(f"d{n}")
         store.commit()
-        assert writer.due_in() == 0
-        writer.tidy()
+        assert writer.seconds_until_due() == 0
+        writer.compact()
         assert store.stats()[""].removed_tokens == 0
 
 
@@ -314,7 +315,7 @@ def test_a_request_sees_its_own_namespaces_and_shared_ones_and_nothing_else(stor
         store.add("doc", [1, 2, token], namespace=name)
     store.share("all")
     after = {
-        names: sorted(continuations(at_end_of(store.view(list(names)), [1, 2])))
+        names: sorted(continuations(search(store.searcher(list(names)), [1, 2])))
         for names in ((), ("ann",), ("bob",), ("ann", "bob"), ("nobody",), ("all", "all"))
     }
     assert after == {
@@ -325,9 +326,9 @@ def test_a_request_sees_its_own_namespaces_and_shared_ones_and_nothing_else(stor
         ("nobody",): [[30]],
         ("all", "all"): [[30]],
     }
-    assert store.view(["ann"], shared=False).count([1, 2]) == 1
+    assert store.searcher(["ann"], shared=False).count([1, 2]) == 1
     store.share("all", False)
-    assert store.view([]).count([1, 2]) == 0
+    assert store.searcher([]).count([1, 2]) == 0
 
 
 def test_what_is_shared_is_known_after_opening_again(tmp_path: Path) -> None:
@@ -335,8 +336,8 @@ def test_what_is_shared_is_known_after_opening_again(tmp_path: Path) -> None:
         store.add("doc", [1, 2, 3], namespace="all")
         store.share("all")
     with open_store(tmp_path / "s") as store, open_store(tmp_path / "s", read_only=True) as reader:
-        assert store.view([]).count([1]) == reader.view([]).count([1]) == 1
-        view = reader.view([])
+        assert store.searcher([]).count([1]) == reader.searcher([]).count([1]) == 1
+        view = reader.searcher([])
         store.share("all", False)
         reader.refresh()
         assert view.count([1]) == 0
@@ -365,12 +366,12 @@ def test_answers_that_were_longest_of_no_use_go_first(tmp_path: Path) -> None:
         store.commit()
         assert sorted(store.documents(namespace="answers")) == ["d0", "d1", "d2"]
         now[0] += 1
-        store.used(["d0", "gone"], namespace="answers")
+        store.mark_used(["d0", "gone"], namespace="answers")
         store.add("d3", [3] * 10, namespace="answers")
         store.commit()
         assert sorted(store.documents(namespace="answers")) == ["d0", "d2", "d3"]
         now[0] += 1
-        store.used(["d2"], namespace="answers")
+        store.mark_used(["d2"], namespace="answers")
     with open_store(tmp_path / "s", clock=lambda: now[0]) as store:  # uses outlast the process
         store.compact(full=True)
         store.add("d4", [4] * 20, namespace="answers")
@@ -385,7 +386,7 @@ def test_uses_of_many_documents_do_not_make_a_new_log_at_each_commit(tmp_path: P
         store.add_many([(f"d{n}" + "x" * 50, [n % 60, 1]) for n in range(40)])
         for _ in range(10):
             now[0] += 1
-            store.used(store.documents())
+            store.mark_used(store.documents())
             store.commit()
         # Each commit writes 40 uses of 60 bytes, and a log may grow by 960 bytes: each time the uses are in the next.
         assert files.log.count("rename") < 20
@@ -404,7 +405,7 @@ def test_answers_that_are_too_old_go(tmp_path: Path) -> None:
         store.commit()  # a segment
         now[0] = 140
         store.add("new", [2, 2])
-        store.used(["old"])
+        store.mark_used(["old"])
         store.commit()
         assert store.documents() == ["old", "new"]
         now[0] = 151
@@ -443,7 +444,7 @@ def test_merging_keeps_segments_few_and_writes_each_token_a_few_times(tmp_path: 
         for n in range(400):
             store.add(f"d{n}", [n % 50, n % 7, n % 3, n % 11, n % 13] * 2)
             store.commit()
-            store._spaces[""].tidy()  # type: ignore[attr-defined]
+            store._catalog.writer("").compact()  # type: ignore[attr-defined]
         stats = store.stats()[""]
         # 66 segments of 60 tokens: at most two of each of the sizes 60, 180, 540, 1620.
         assert stats.segments <= 8
@@ -455,14 +456,12 @@ def test_merging_keeps_segments_few_and_writes_each_token_a_few_times(tmp_path: 
 
 
 def test_the_background_merges_by_itself(tmp_path: Path) -> None:
-    settings = DatastoreSettings(live_tokens=60, fan=3)
-    with open_store(tmp_path / "s", settings=settings) as store:
+    config = CompactionConfig(memtable_tokens=60, merge_factor=3)
+    with open_store(tmp_path / "s", compaction=config) as store:
         for n in range(100):
             store.add(f"d{n}", [n % 50, n % 7, n % 3, n % 11, n % 13] * 2)
             store.commit()
         store.compact(wait=False)
-        upkeep = store._upkeep
-        assert upkeep is not None
         for _ in range(2000):
             if store.stats()[""].segments <= 8:
                 break
@@ -538,17 +537,17 @@ def test_an_exception_in_the_block_drops_what_was_not_committed(tmp_path: Path) 
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    for wrong in ({"live_tokens": 0}, {"fan": 1}, {"max_segment_tokens": 1}, {"rewrite_share": 2.0}):
+    for wrong in ({"memtable_tokens": 0}, {"merge_factor": 1}, {"max_segment_tokens": 1}, {"max_removed_share": 2.0}):
         with pytest.raises(ConfigError):
-            DatastoreSettings(**wrong)
-    assert SMALL.live_tokens == 60
+            CompactionConfig(**wrong)
+    assert SMALL.memtable_tokens == 60
 
 
 def test_cursors_and_runs_out_of_range_are_refused(store: Datastore) -> None:
-    view = store.view([""])
-    with pytest.raises(ValueError, match="most, reach and least must be at least 1: 0, 24, 1"):
-        view.cursor(most=0)
+    view = store.searcher([""])
+    with pytest.raises(ValueError, match="max_matches, max_tokens and min_match must be at least 1: 0, 24, 1"):
+        view.cursor(max_matches=0)
     with pytest.raises(ValueError, match="occurrences are found of 1 to 64 tokens, not of 65"):
         view.occurrences([1] * 65)
-    with pytest.raises(IndexError, match="no place 0 among 0"):
-        view.cursor().document_of(0)
+    with pytest.raises(IndexError, match="no match 0 among 0"):
+        view.cursor().source_of(0)

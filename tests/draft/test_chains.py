@@ -157,7 +157,7 @@ class TestOtherTexts:
     def test_a_datastore_is_searched_behind_enough_equal_tokens(self, tmp_path: Path) -> None:
         with Datastore.open(tmp_path, vocabulary=100, tokenizer="t") as store:
             store.add("a", [10, 11, 12, 13, 14, 15, 16, 17])
-            search = DatastoreSearch(store.view([""]), min_match=4)
+            search = DatastoreSearch(store.searcher([""]), min_match=4)
             drafter = ChainDrafter(2, 3, FREE, search=search, threads=1)
             assert drafts(drafter, [[1, 10, 11, 12, 13], [1, 2, 12, 13]]) == [[14, 15, 16], []]
 

@@ -182,7 +182,7 @@ def test_an_answer_is_right_and_complete_when_the_datastore_fails(
     def fail(*_: object, **__: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(Cursor, "collect", fail)
+    monkeypatch.setattr(Cursor, "search", fail)
     monkeypatch.setattr(Datastore, "add", fail)
     with caplog.at_level(logging.ERROR):
         assert ask(engine).token_ids == first.token_ids
@@ -201,7 +201,7 @@ class TestWhatCannotBe:
 
     def test_two_processes_keep_answers(self, made: Made) -> None:
         made.keeping()
-        with pytest.raises(DatastoreBusyError, match="somebody else writes"):
+        with pytest.raises(DatastoreBusyError, match="another process writes"):
             made.keeping()
 
     def test_it_is_of_another_tokenizer(self, made: Made) -> None:

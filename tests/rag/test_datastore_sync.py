@@ -39,7 +39,7 @@ def synced(
 
 
 def found(drafts: Datastore, tokenizer: PreTrainedTokenizerFast, text: str, tenant: str = "") -> int:
-    return drafts.view([passages_of(tenant)]).count(tokenizer(text)["input_ids"][:12])
+    return drafts.searcher([passages_of(tenant)]).count(tokenizer(text)["input_ids"][:12])
 
 
 def test_changes_are_followed(

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.bench.datastore.texts import texts
-from reader_rag.datastore import Datastore, DatastoreSettings, View
+from reader_rag.datastore import CompactionConfig, Datastore, Searcher
 from reader_rag.draft import ContextIndex, TreeBuilder
 from reader_rag.draft.tree_builder import DatastoreCandidates
 from reader_rag.model.registry import DEFAULT_MODEL, resolve_model
@@ -41,17 +41,17 @@ folder, vocabulary, tiny, contexts = sys.argv[1:]
 process = psutil.Process()
 with Datastore.open(tiny, vocabulary=int(vocabulary), tokenizer=TOKENIZER) as store:
     store.add("warm", [1, 2, 3, 1, 2])
-    follow(store.view([""]), np.ones((2, 65), np.int32))
+    follow(store.searcher([""]), np.ones((2, 65), np.int32))
 before = process.memory_info().rss
 started = time.perf_counter()
 store = Datastore.open(folder, vocabulary=int(vocabulary), tokenizer=TOKENIZER, read_only=True)
-view = store.view([""])
-view.table()
+searcher = store.searcher([""])
+searcher.snapshot()
 opened = time.perf_counter() - started
 at_open = process.memory_info().rss
 resident = [at_open - before]
 for part in np.split(np.load(contexts), [100]):
-    follow(view, part)
+    follow(searcher, part)
     resident.append(process.memory_info().rss - before)
 print(json.dumps([1e3 * opened, *(size / 1e6 for size in resident)]))
 """
@@ -132,42 +132,42 @@ def widened(text: Texts) -> Texts:
     return Texts(text.tokens + (before & 1).astype(np.int32) * (1 << 16), text.ends)
 
 
-def follow(view: View, contexts: NDArray[np.int32]) -> tuple[list[float], list[int], list[int]]:
+def follow(searcher: Searcher, contexts: NDArray[np.int32]) -> tuple[list[float], list[int], list[int]]:
     """Search behind the last token of each context.
 
     Args:
-        view: What is searched.
+        searcher: What is searched.
         contexts: int32 [queries, 65].
 
     Returns:
         Microseconds of a step (one token, then the search), the longest matches, and the places found.
     """
-    cursor = view.cursor()
+    cursor = searcher.cursor()
     times, lengths, places = [], [], []
     for context in contexts:
         cursor.extend(context[:-1])
         last = context[-1:].tolist()
         started = time.perf_counter()
         cursor.extend(last)
-        cursor.collect()
+        cursor.search()
         times.append(1e6 * (time.perf_counter() - started))
-        lengths.append(cursor.longest)
+        lengths.append(cursor.longest_match)
         places.append(cursor.found)
     return times, lengths, places
 
 
-def draft(view: View, contexts: NDArray[np.int32]) -> list[float]:
+def draft(searcher: Searcher, contexts: NDArray[np.int32]) -> list[float]:
     """Draft behind the last token of each context, from the context and the datastore.
 
     Args:
-        view: What is searched.
+        searcher: What is searched.
         contexts: int32 [queries, 65].
 
     Returns:
         Microseconds of a step: one token, the search, the tree of up to 64 nodes.
     """
-    cursor = view.cursor()
-    builder = TreeBuilder(max_nodes=_NODES, max_candidates=cursor.all_places.shape[1])
+    cursor = searcher.cursor()
+    builder = TreeBuilder(max_nodes=_NODES, max_candidates=cursor.all_matches.shape[1])
     times = []
     for context in contexts:
         index = ContextIndex(context[:-1], reserve=1)
@@ -176,8 +176,10 @@ def draft(view: View, contexts: NDArray[np.int32]) -> list[float]:
         started = time.perf_counter()
         index.extend(last)
         cursor.extend(last)
-        cursor.collect()
-        candidates = DatastoreCandidates(cursor.tokens, len(cursor.tokens), cursor.all_places, cursor.found)
+        cursor.search()
+        candidates = DatastoreCandidates(
+            cursor.continuations, len(cursor.continuations), cursor.all_matches, cursor.found
+        )
         builder.build(index, candidates=candidates)
         times.append(1e6 * (time.perf_counter() - started))
     return times
@@ -211,28 +213,28 @@ def _measure(text: Texts, size: int, vocabulary: int, folder: Path, say: Callabl
     random = np.random.default_rng(0)
     new = _contexts(np.concatenate([tokens for _, tokens in text.documents(held_out=True, most=1 << 22)]), random)
     old = _contexts(np.concatenate([tokens for _, tokens in text.documents(held_out=False, most=size)]), random)
-    settings = DatastoreSettings(background=False)
-    with Datastore.open(place, vocabulary=vocabulary, tokenizer=TOKENIZER, settings=settings) as store:
+    compaction = CompactionConfig(background=False)
+    with Datastore.open(place, vocabulary=vocabulary, tokenizer=TOKENIZER, compaction=compaction) as store:
         started = time.perf_counter()
         changed = store.add_many(text.documents(held_out=False, most=size))
         built = time.perf_counter() - started
         say(f"{size}: {changed} documents added in {built:.0f} s")
-        several = len(store.view([""]).table().parts)
-        follow(store.view([""]), new)
-        in_several = follow(store.view([""]), new)[0]
+        several = len(store.searcher([""]).snapshot())
+        follow(store.searcher([""]), new)
+        in_several = follow(store.searcher([""]), new)[0]
         started = time.perf_counter()
         store.compact(full=True)
         say(f"{size}: compacted in {time.perf_counter() - started:.0f} s")
         stats = store.stats()[""]
-        view = store.view([""])
-        parts = view.table().parts
-        seconds = _sort_time(parts)
-        first = follow(view, new)
+        searcher = store.searcher([""])
+        segments = [segment for segment, _ in searcher.snapshot().searchable]
+        seconds = _sort_time(segments)
+        first = follow(searcher, new)
         queries = {}
         for name, contexts in (("new", new), ("copied", old)):
-            follow(view, contexts)
-            times, lengths, places = follow(view, contexts)
-            drafts = draft(view, contexts)
+            follow(searcher, contexts)
+            times, lengths, places = follow(searcher, contexts)
+            drafts = draft(searcher, contexts)
             queries[name] = {
                 "us_p50": round(float(np.percentile(times, 50)), 1),
                 "us_p99": round(float(np.percentile(times, 99)), 1),
@@ -245,7 +247,7 @@ def _measure(text: Texts, size: int, vocabulary: int, folder: Path, say: Callabl
     return {
         "tokens": stats.tokens,
         "documents": stats.documents,
-        "token_bytes": parts[0].width.bytes,
+        "token_bytes": segments[0].codec.bytes,
         "bytes_per_token": round(stats.bytes / stats.tokens, 3),
         "sorted_tokens_per_s": round(stats.tokens / seconds),
         "built_tokens_per_s": round(stats.tokens / built) if changed else None,
@@ -265,12 +267,12 @@ def _measure(text: Texts, size: int, vocabulary: int, folder: Path, say: Callabl
     }
 
 
-def _sort_time(parts: Sequence[Any]) -> float:
+def _sort_time(segments: Sequence[Any]) -> float:
     seconds = 0.0
-    for part in parts:
-        tokens = np.array(part.tokens)
+    for segment in segments:
+        tokens = np.array(segment.tokens)
         started = time.perf_counter()
-        part.width.sort(tokens)
+        segment.codec.suffix_array(tokens)
         seconds += time.perf_counter() - started
     return seconds
 

@@ -17,6 +17,8 @@ from reader_rag.datastore.kernels.layout import (
     TOMBSTONE_COUNT,
     TOMBSTONES,
     VOCABULARY,
+    MatchBuffers,
+    SegmentTable,
     token_at,
 )
 from reader_rag.util.addresses import pointer
@@ -249,25 +251,26 @@ def _sample(rows: Any, total: int, state: Any, origins: Any, found: int) -> int:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def find_matches(segments: Any, context: Any, min_match: int, max_tokens: int, state: Any, found: Any) -> Any:
+def find_matches(segments: Any, context: Any, min_match: int, max_tokens: int, state: Any, buffers: Any) -> Any:
     """Find positions whose preceding tokens equal the end of a context, and copy the tokens that follow them.
 
     The longest matches come first, then shorter ones until the buffers are full; of the last length that fits, a
     sample, evenly spread over all segments.
 
     Args:
-        segments: A `SegmentTable`.
+        segments: A tuple like `SegmentTable`. Numba takes a plain tuple from Python faster than a NamedTuple.
         context: int32 [n], token ids; the last `MAX_MATCH` count, after the last one that is no token.
         min_match: Tokens that must match, at least 1.
         max_tokens: Most tokens copied from behind a match.
         state: int64 [STATE_ROWS, >= segments], overwritten.
-        found: `MatchBuffers`, overwritten.
+        buffers: A tuple like `MatchBuffers`, overwritten.
 
     Returns:
         (matches, length of the longest match, its occurrences). Where documents were removed and a match has more than
         4096 occurrences, the removed ones are counted as well.
     """
-    rows, token_type, separator = segments.rows, segments.token_type, segments.separator
+    table, found = SegmentTable(*segments), MatchBuffers(*buffers)
+    rows, token_type, separator = table.rows, table.token_type, table.separator
     query = np.empty(MAX_MATCH, np.int64)
     size = context.shape[0]
     length: Any = _ZERO
@@ -326,7 +329,7 @@ def find_range(segments: Any, k: int, query: Any, state: Any) -> Any:
     """Find all entries of one segment's suffix array whose preceding tokens equal a query.
 
     Args:
-        segments: A `SegmentTable`.
+        segments: A tuple like `SegmentTable`.
         k: Row of the segment.
         query: int64 [1 to `MAX_MATCH`], the tokens backwards.
         state: int64 [STATE_ROWS, >= segments], column `k` is overwritten.
@@ -334,14 +337,15 @@ def find_range(segments: Any, k: int, query: Any, state: Any) -> Any:
     Returns:
         (first entry, the one behind the last).
     """
-    segment, length = segments.rows[k], query.shape[0]
+    table, length = SegmentTable(*segments), query.shape[0]
+    segment = table.rows[k]
     for token in query:
-        if not 0 <= token < segments.separator:
+        if not 0 <= token < table.separator:
             return 0, 0
     if segment[BUCKET_STARTS] and query[0] >= segment[VOCABULARY]:
         return 0, 0
-    _locate(segment, segments.token_type, query, length, state, k)
+    _locate(segment, table.token_type, query, length, state, k)
     if max(state[_LEFT_MATCH, k], state[_RIGHT_MATCH, k]) < length:
         return 0, 0
-    _widen(segment, segments.token_type, query, length, state, k)
+    _widen(segment, table.token_type, query, length, state, k)
     return state[_START, k], state[_STOP, k]

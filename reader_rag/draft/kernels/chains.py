@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reader_rag.datastore.kernels import LONGEST, collect
+from reader_rag.datastore.kernels.layout import MAX_MATCH, MatchBuffers
+from reader_rag.datastore.kernels.search import find_matches
 from reader_rag.draft.kernels.arrays import Chain, Corpora, Estimator, Node, RowArrays, RowCandidates
 from reader_rag.draft.kernels.compile import allocating, loop
 from reader_rag.draft.kernels.rows import DRAFTED, MATCHES, OTHER_MATCHES, PROMPT, SIZE, tokens_of
@@ -124,40 +125,29 @@ def draft(
 def look_up(
     found: Any,
     states: Any,
-    parts: Any,
-    count: int,
-    like: Any,
-    least: int,
-    reach: int,
-    separator: int,
+    segments: Any,
+    min_match: int,
+    max_tokens: int,
     search: Any,
     origins: Any,
-    stored: Any,
-    stored_matches: Any,
-    stored_followed: Any,
+    candidates: Any,
 ) -> None:
     """Search a datastore for what followed the end of each row's text.
 
     Args:
         found: int64 [n], the state of each row.
         states: int64 [states, COLUMNS].
-        parts: As in `datastore.kernels.collect`, like those that follow.
-        count: The same.
-        like: The same.
-        least: The same.
-        reach: The same.
-        separator: The same.
-        search: int64 [STATE_ROWS, >= count], overwritten.
-        origins: int64 [2, most], overwritten.
-        stored: int32 [n, most * (reach + 1)], overwritten.
-        stored_matches: int32 [n, 2, most], overwritten.
-        stored_followed: int64 [n], overwritten.
+        segments: A tuple like `SegmentTable`.
+        min_match: Tokens that must match.
+        max_tokens: Most tokens copied from behind a match.
+        search: int64 [STATE_ROWS, >= segments], overwritten.
+        origins: int64 [2, max_matches], overwritten.
+        candidates: A tuple like `RowCandidates`, of n rows, overwritten.
     """
+    rows = RowCandidates(*candidates)
     for k in range(found.shape[0]):
         state = states[found[k]]
         size = state[SIZE]
-        last = tokens_of(state)[max(size - LONGEST, 0) : size]
-        stored_followed[k], _, _ = collect(
-            parts, count, like, last, last.shape[0], least, reach, separator, search, stored[k], stored_matches[k],
-            origins,
-        )  # fmt: skip
+        last = tokens_of(state)[max(size - MAX_MATCH, 0) : size]
+        buffers = MatchBuffers(rows.tokens[k], rows.matches[k], origins)
+        rows.counts[k], _, _ = find_matches(segments, last, min_match, max_tokens, search, buffers)
