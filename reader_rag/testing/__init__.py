@@ -1,4 +1,4 @@
-"""Tests for what others write against this package's interfaces. Needs pytest."""
+"""Contract tests for implementations of this package's interfaces. Requires pytest."""
 
 import pytest
 

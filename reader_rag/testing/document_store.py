@@ -1,7 +1,8 @@
-"""`DocumentStoreContract`: what ingestion, questions and chats need of a store, besides the vector store's contract."""
+"""`DocumentStoreContract`: what ingestion and engines require of a store, in addition to `VectorStoreContract`."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,12 @@ from reader_rag.testing.vector_store import (
 
 
 class LetterEmbedding(BaseEmbedding):
-    """Counts letters: a model that is made at once. `shift` makes another model of the same size, `letters` a size."""
+    """An embedding without weights that counts letters.
+
+    Attributes:
+        letters: Length of the vectors.
+        shift: Changes the vectors, to make another model of the same length.
+    """
 
     letters: int = 26
     shift: int = 0
@@ -54,42 +60,42 @@ class LetterEmbedding(BaseEmbedding):
 
 
 class DocumentStoreContract(VectorStoreContract):
-    """Inherit it where a `DocumentStore` is made; see `VectorStoreContract`."""
+    """Base class for the tests of a `DocumentStore`; see `VectorStoreContract`."""
 
     dimension_error = StoreMismatchError
     connection_error = StoreError
 
     def make_store(self, place: Path, **options: Any) -> DocumentStore:
-        """Open the store of a place.
+        """Open the store that belongs to a folder; it is empty when the folder is new.
 
         Args:
-            place: As in `VectorStoreContract`.
-            options: `embed_model` and `tenant`, for the store.
+            place: A folder of this test only. A store on a server can name its collection after `place.name`.
+            options: `embed_model` and `tenant` of the store.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how a store is made: write make_store")
+        raise NotImplementedError(f"{type(self).__name__} must define make_store(place, **options)")
 
     def test_similarity_is_the_cosine(self, compass: DocumentStore) -> None:
         assert result(compass, [10.0, 0.0, 0.0]).similarities == pytest.approx([1.0, 2**-0.5, 0.0, -1.0], abs=1e-5)
 
-    def test_a_cutoff_leaves_out_what_is_less_similar(self, compass: DocumentStore) -> None:
+    def test_results_below_the_cutoff_are_left_out(self, compass: DocumentStore) -> None:
         query = VectorStoreQuery(query_embedding=EAST, similarity_top_k=10)
         assert texts(compass.query(query, similarity_cutoff=0.5).nodes) == ["east", "northeast"]
         compass.similarity_cutoff = -0.5
         assert texts(compass.query(query).nodes) == ["east", "northeast", "north"]
+        assert texts(compass.query(query, similarity_cutoff=None).nodes) == ["east", "northeast", "north", "west"]
 
     @pytest.mark.parametrize(
         ("query", "message"),
         [
             (VectorStoreQuery(EAST, mode=VectorStoreQueryMode.HYBRID), "mode 'default' only, not 'hybrid'"),
+            (VectorStoreQuery(EAST, mode=VectorStoreQueryMode.MMR), "mode 'default' only, not 'mmr'"),
             (VectorStoreQuery(None), "no query_embedding"),
             (VectorStoreQuery(EAST, similarity_top_k=0), "at least 1, not 0"),
             (VectorStoreQuery([float("nan"), 0.0, 0.0]), "NaN or infinity"),
         ],
-        ids=["mode", "no vector", "top_k", "nan"],
+        ids=["hybrid", "mmr", "no vector", "top_k", "nan"],
     )
-    def test_what_cannot_be_answered_is_said(
-        self, compass: DocumentStore, query: VectorStoreQuery, message: str
-    ) -> None:
+    def test_invalid_queries_raise(self, compass: DocumentStore, query: VectorStoreQuery, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             compass.query(query)
 
@@ -124,16 +130,21 @@ class DocumentStoreContract(VectorStoreContract):
         ],
         ids=["contains", "any", "all", "text", "empty", "document", "not", "nested", "not there"],
     )
-    def test_filters_over_lists_texts_and_filters(
+    def test_filters_on_lists_and_texts_and_nested_filters(
         self, compass: DocumentStore, filters: list[MetadataFilter | MetadataFilters], expected: list[str]
     ) -> None:
         assert found(compass, EAST, filters=MetadataFilters(filters=filters)) == expected
         assert texts(compass.get_nodes(filters=MetadataFilters(filters=filters))) == expected
 
-    def test_empty_lists_of_ids_restrict_no_query(self, compass: DocumentStore) -> None:
+    def test_a_missing_and_an_empty_list_are_empty(self, store: DocumentStore) -> None:
+        store.add([make_node("none", EAST), make_node("no tags", NORTH, tags=[]), make_node("one", WEST, tags=["x"])])
+        empty = MetadataFilters(filters=[where("tags", None, FilterOperator.IS_EMPTY)])
+        assert found(store, EAST, filters=empty) == ["none", "no tags"]
+
+    def test_empty_lists_of_ids_do_not_restrict_a_query(self, compass: DocumentStore) -> None:
         assert found(compass, EAST, 1, node_ids=[], doc_ids=[]) == ["east"]
 
-    def test_nodes_come_back_as_they_went_in_and_in_that_order(self, store: DocumentStore, place: Path) -> None:
+    def test_nodes_are_returned_unchanged_and_in_order(self, store: DocumentStore, place: Path) -> None:
         text = make_node("text", EAST, "doc", n=1, list=["x"])
         text.start_char_idx, text.end_char_idx, text.excluded_llm_metadata_keys = 5, 12, ["n"]
         index = IndexNode(id_=node_id("index"), text="points", index_id="elsewhere", embedding=EAST)
@@ -155,14 +166,52 @@ class DocumentStoreContract(VectorStoreContract):
         assert compass.get_nodes([]) == []
         assert compass.num_nodes == 4
 
-    def test_nodes_are_deleted_by_what_meets_every_condition(self, compass: DocumentStore) -> None:
+    def test_every_condition_together_selects_nodes(self, compass: DocumentStore) -> None:
+        sea = MetadataFilters(filters=[where("land", "sea")])
+        named = [node_id("east"), node_id("north"), node_id("west")]
+        assert texts(compass.get_nodes(named, sea)) == ["east", "west"]
+        assert texts(compass.get_nodes(named, sea, doc_ids=["a", "b"])) == ["east"]
+        assert texts(compass.get_nodes(named, sea, doc_ids=["b"])) == []
+
+    def test_nodes_that_meet_every_condition_are_deleted(self, compass: DocumentStore) -> None:
         sea = MetadataFilters(filters=[where("land", "sea")])
         compass.delete_nodes([node_id("north"), node_id("west")], filters=sea)
         assert texts(compass.get_nodes()) == ["east", "northeast", "north"]
+        compass.delete_nodes(filters=sea)
+        assert texts(compass.get_nodes()) == ["northeast", "north"]
         with pytest.raises(ConfigError, match="use clear"):
             compass.delete_nodes()
 
-    def test_clear_takes_everything_and_frees_the_store_for_other_vectors(self, compass: DocumentStore) -> None:
+    def test_async_methods_read_delete_and_clear(self, compass: DocumentStore) -> None:
+        async def use() -> list[list[str]]:
+            seen = [texts(await compass.aget_nodes([node_id("east"), node_id("north")]))]
+            await compass.adelete_nodes([node_id("north")])
+            seen.append(texts(await compass.aget_nodes()))
+            await compass.adelete_nodes(filters=MetadataFilters(filters=[where("land", "plain")]))
+            seen.append(texts(await compass.aget_nodes()))
+            await compass.adelete("c")
+            seen.append(texts(await compass.aget_nodes()))
+            await compass.aclear()
+            return [*seen, texts(await compass.aget_nodes())]
+
+        assert asyncio.run(use()) == [
+            ["east", "north"],
+            ["east", "northeast", "west"],
+            ["east", "west"],
+            ["east"],
+            [],
+        ]
+
+    def test_of_a_node_that_is_added_twice_at_once_the_last_is_kept(self, compass: DocumentStore) -> None:
+        newest = make_node("east", [0.0, -2.0, 0.0], "c")
+        newest.text = "newest"
+        compass.add([make_node("east", [0.0, -1.0, 0.0], "b"), newest])
+        assert compass.num_nodes == 4
+        [nearest] = result(compass, [0.0, -1.0, 0.0], 1).nodes or []
+        assert (nearest.node_id, nearest.get_content(), nearest.ref_doc_id) == (node_id("east"), "newest", "c")
+        assert found(compass, EAST, doc_ids=["a"]) == ["northeast"]
+
+    def test_clear_removes_everything_and_allows_vectors_of_another_length(self, compass: DocumentStore) -> None:
         compass.clear()
         assert (compass.get_nodes(), compass.num_nodes, compass.documents()) == ([], 0, [])
         compass.add([make_node("new", [1.0, 0.0])])
@@ -179,14 +228,14 @@ class DocumentStoreContract(VectorStoreContract):
         assert found(store, EAST) == ["a3", "a2"]
         self.close_store(store)
 
-    def test_deleting_a_document_forgets_that_it_was_ingested(self, store: DocumentStore) -> None:
+    def test_deleting_a_document_removes_its_record(self, store: DocumentStore) -> None:
         records = [DocumentRecord("a", "root", "1"), DocumentRecord("b", "root", "1")]
         store.replace_documents([make_node("a1", EAST, "a"), make_node("b1", WEST, "b")], records)
         store.delete("a")
         assert store.documents() == [DocumentRecord("b", "root", "1")]
         assert found(store, EAST) == ["b1"]
 
-    def test_tenants_share_nothing_but_the_place(self, store: DocumentStore) -> None:
+    def test_tenants_with_equal_ids_are_separate(self, store: DocumentStore) -> None:
         ann, bob = store.for_tenant("ann"), store.for_tenant("bob 'n' \"co\"")
         for tenant, vector in ((ann, EAST), (bob, NORTH)):
             node = make_node("same id", vector, "same document", whose=tenant.tenant)
@@ -194,19 +243,27 @@ class DocumentStoreContract(VectorStoreContract):
         assert [node.metadata["whose"] for node in ann.get_nodes()] == ["ann"]
         assert [node.metadata["whose"] for node in result(bob, EAST).nodes or ()] == [bob.tenant]
         assert bob.documents() == [DocumentRecord("same document", "root", bob.tenant)]
+        assert texts(bob.get_nodes([node_id("same id")], doc_ids=["same document"])) == ["same id"]
+        assert found(ann, EAST, node_ids=[node_id("same id")], doc_ids=["same document"]) == ["same id"]
         assert (store.num_nodes, found(store, EAST), store.documents()) == (0, [], [])
+        ann.add([make_node("same id", WEST, "same document", whose="new")])
+        bob.delete_nodes([node_id("other")])
+        store.delete("same document")
+        store.delete_nodes([node_id("same id")])
+        assert [node.metadata["whose"] for node in ann.get_nodes()] == ["new"]
+        assert [node.metadata["whose"] for node in bob.get_nodes()] == [bob.tenant]
         ann.delete("same document")
         store.clear()
         assert (ann.num_nodes, bob.num_nodes) == (0, 1)
         bob.clear()
         assert bob.num_nodes == 0
 
-    def test_another_tenants_nodes_do_not_eat_the_top_k(self, store: DocumentStore) -> None:
+    def test_the_top_k_is_filled_from_the_tenants_own_nodes(self, store: DocumentStore) -> None:
         store.for_tenant("many").add([make_node(f"near{i}", [1.0, i / 1000, 0.0]) for i in range(50)])
         store.for_tenant("few").add([make_node("far", WEST)])
         assert found(store.for_tenant("few"), EAST, 3) == ["far"]
 
-    def test_another_embedding_model_is_refused(self, store: DocumentStore, place: Path) -> None:
+    def test_another_embedding_model_raises(self, store: DocumentStore, place: Path) -> None:
         self.close_store(store)
         model = LetterEmbedding(model_name="letters")
         store = self.make_store(place, embed_model=model)

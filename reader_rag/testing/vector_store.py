@@ -1,4 +1,4 @@
-"""`VectorStoreContract`: what a LlamaIndex vector store must do to be relied on, as a pytest class to inherit.
+"""`VectorStoreContract`: the behaviour required of a LlamaIndex vector store, as a pytest class to inherit.
 
     from reader_rag.testing.vector_store import VectorStoreContract
 
@@ -6,7 +6,7 @@
         def make_store(self, place):
             return MyStore(place / "data")
 
-Every test gets an empty store. Two hooks may need more than they do by default: `close_store` and `break_connection`.
+Every test gets an empty store. Override `close_store` and `break_connection` where their defaults do not suffice.
 """
 
 from __future__ import annotations
@@ -32,12 +32,19 @@ from llama_index.core.vector_stores.types import (
 )
 
 EAST, NORTHEAST, NORTH, WEST = [1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]
-_MANY = 300  # more than the stores send to their databases at once
+_MANY = 300  # more nodes than the stores send to their databases in one request
 _AWKWARD = 'o\'brien & "sons" \\ 100% [naïve] \U0001f40d.txt'
 
 
 def make_node(name: str, vector: Sequence[float], document: str | None = None, **metadata: Any) -> TextNode:
-    """A node whose id is a UUID made of its name (some databases take no others) and whose text is the name."""
+    """Make a node whose text is its name and whose id is a UUID of the name (some databases allow no other ids).
+
+    Args:
+        name: Name of the node.
+        vector: Its embedding.
+        document: Its `ref_doc_id`; None: no document.
+        metadata: Its metadata.
+    """
     node = TextNode(id_=node_id(name), text=name, embedding=list(vector), metadata=metadata)
     if document is not None:
         node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=document)
@@ -45,74 +52,79 @@ def make_node(name: str, vector: Sequence[float], document: str | None = None, *
 
 
 def node_id(name: str) -> str:
-    """The id that `make_node` gives."""
+    """The id of the node that `make_node` makes for a name."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, name))
 
 
 def where(key: str, value: Any, operator: FilterOperator = FilterOperator.EQ) -> MetadataFilter:
-    """A condition on metadata."""
+    """Make a condition on metadata."""
     return MetadataFilter(key=key, value=value, operator=operator)
 
 
 def result(
     store: BasePydanticVectorStore, vector: Sequence[float], top_k: int = 10, **conditions: Any
 ) -> VectorStoreQueryResult:
-    """What a store answers to a query."""
+    """Query a store.
+
+    Args:
+        store: The store.
+        vector: The query's embedding.
+        top_k: Most results.
+        conditions: Other fields of the query, e.g. `filters`.
+    """
     return store.query(VectorStoreQuery(query_embedding=list(vector), similarity_top_k=top_k, **conditions))
 
 
 def found(store: BasePydanticVectorStore, vector: Sequence[float], top_k: int = 10, **conditions: Any) -> list[str]:
-    """The texts that a query finds, nearest first."""
+    """Query a store as `result` does, and return the texts of the nodes, nearest first."""
     return texts(result(store, vector, top_k, **conditions).nodes)
 
 
 def texts(nodes: Sequence[BaseNode] | None) -> list[str]:
-    """What the nodes say."""
+    """The texts of nodes."""
     return [node.get_content() for node in nodes or ()]
 
 
 class VectorStoreContract:
-    """Inherit it in a class whose name begins with `Test`, and say how a store is made.
+    """Base class for the tests of a vector store; a subclass named `Test...` defines `make_store`.
 
     Attributes:
-        dimension_error: What vectors of another length raise; the narrower, the better it is tested.
-        connection_error: What a lost connection raises.
+        dimension_error: Exception for vectors of another length than the store's.
+        connection_error: Exception for a lost connection.
     """
 
     dimension_error: type[Exception] = Exception
     connection_error: type[Exception] = Exception
 
     def make_store(self, place: Path) -> BasePydanticVectorStore:
-        """Open the store of a place; it is empty when the place is new.
+        """Open the store that belongs to a folder; it is empty when the folder is new.
 
         Args:
-            place: A folder of this test alone. A store on a server can name its collection after `place.name`.
+            place: A folder of this test only. A store on a server can name its collection after `place.name`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how a store is made: write make_store(place)")
+        raise NotImplementedError(f"{type(self).__name__} must define make_store(place)")
 
     def close_store(self, store: BasePydanticVectorStore) -> None:
-        """Let go of a store, as the end of its process would. By default its `close`, if it has one."""
+        """Close a store, as the end of its process would. By default calls its `close`, if it has one."""
         close = getattr(store, "close", None)
         if close is not None:
             close()
 
     def reopen(self, store: BasePydanticVectorStore, place: Path) -> BasePydanticVectorStore:
-        """The store as a process that is started later opens it."""
+        """Close a store and open it again, as a process that starts later would."""
         self.close_store(store)
         return self.make_store(place)
 
     def break_connection(self, store: BasePydanticVectorStore, place: Path) -> None:
-        """Cut an open store off from its data, by whatever is nearest to a network or disk that fails.
+        """Disconnect an open store from its data, as a failing network or disk would; `reopen` must restore it.
 
-        Afterwards `reopen` must bring it back. The test is skipped where this is not written.
+        The test is skipped where this is not defined.
         """
-        pytest.skip(
-            f"{type(self).__name__} does not say how a connection is lost: write break_connection(store, place)"
-        )
+        pytest.skip(f"{type(self).__name__} does not define break_connection(store, place)")
 
     @pytest.fixture
     def place(self, tmp_path: Path) -> Path:
-        """A folder whose name no other test has."""
+        """A folder with a unique name."""
         place = tmp_path / f"store_{uuid.uuid4().hex[:12]}"
         place.mkdir()
         return place
@@ -137,10 +149,10 @@ class VectorStoreContract:
         )
         return store
 
-    def test_an_empty_store_answers_with_nothing(self, store: BasePydanticVectorStore) -> None:
+    def test_an_empty_store_returns_no_nodes(self, store: BasePydanticVectorStore) -> None:
         assert found(store, EAST) == []
 
-    def test_add_gives_the_ids_and_what_was_added_is_found(self, store: BasePydanticVectorStore) -> None:
+    def test_add_returns_the_ids_and_queries_return_the_nodes(self, store: BasePydanticVectorStore) -> None:
         node = make_node("text", EAST, "doc", number=7, share=0.25, flag=True, list=["x", "y"])
         node.text = "naïve \U0001f40d\n\t\"quoted\" 'text' \\ 100%"
         assert store.add([node]) == [node.node_id]
@@ -151,7 +163,7 @@ class VectorStoreContract:
         assert (back.node_id, back.ref_doc_id) == (node.node_id, "doc")
         assert back.metadata == {"number": 7, "share": 0.25, "flag": True, "list": ["x", "y"]}
 
-    def test_a_large_batch_is_added_whole(self, store: BasePydanticVectorStore) -> None:
+    def test_a_large_batch_is_added_completely(self, store: BasePydanticVectorStore) -> None:
         nodes = [make_node(f"n{i}", [math.cos(i / 100), math.sin(i / 100), 0.0]) for i in range(_MANY)]
         assert store.add(nodes) == [node.node_id for node in nodes]
         assert sorted(found(store, EAST, _MANY + 1)) == sorted(texts(nodes))
@@ -169,7 +181,7 @@ class VectorStoreContract:
         assert similarities == sorted(similarities, reverse=True)
         assert similarities[0] > similarities[-1]
 
-    def test_top_k_bounds_the_result_and_is_filled(self, compass: BasePydanticVectorStore) -> None:
+    def test_top_k_limits_the_result_and_is_filled(self, compass: BasePydanticVectorStore) -> None:
         assert found(compass, EAST, 1) == ["east"]
         assert found(compass, EAST, 3) == ["east", "northeast", "north"]
         assert found(compass, EAST, 50) == ["east", "northeast", "north", "west"]
@@ -190,18 +202,19 @@ class VectorStoreContract:
         ],
         ids=lambda value: f"{value.key} {value.operator.value}" if isinstance(value, MetadataFilter) else "",
     )
-    def test_filters_choose_by_metadata(
+    def test_filters_select_by_metadata(
         self, compass: BasePydanticVectorStore, condition: MetadataFilter, expected: list[str]
     ) -> None:
         assert found(compass, EAST, filters=MetadataFilters(filters=[condition])) == expected
 
-    def test_conditions_are_joined_by_and_and_by_or(self, compass: BasePydanticVectorStore) -> None:
+    def test_conditions_combine_by_and_and_by_or(self, compass: BasePydanticVectorStore) -> None:
         sea, late = where("land", "sea"), where("year", 2003, FilterOperator.GTE)
         assert found(compass, EAST, filters=MetadataFilters(filters=[sea, late])) == ["west"]
         either = MetadataFilters(filters=[sea, late], condition=FilterCondition.OR)
         assert found(compass, EAST, filters=either) == ["east", "north", "west"]
+        assert found(compass, EAST, filters=MetadataFilters(filters=[])) == ["east", "northeast", "north", "west"]
 
-    def test_a_filter_does_not_eat_the_top_k(self, store: BasePydanticVectorStore) -> None:
+    def test_filters_apply_before_the_top_k(self, store: BasePydanticVectorStore) -> None:
         near = [make_node(f"near{i}", [1.0, i / 1000, 0.0], kind="noise") for i in range(_MANY)]
         far = [make_node(f"far{i}", [-1.0, float(i), 0.0], kind="wanted") for i in range(3)]
         store.add([*near, *far])
@@ -209,10 +222,29 @@ class VectorStoreContract:
         assert found(store, EAST, 3, filters=wanted) == ["far2", "far1", "far0"]
         assert found(store, EAST, 2, filters=wanted) == ["far2", "far1"]
 
-    def test_a_query_can_be_kept_to_documents_and_to_nodes(self, compass: BasePydanticVectorStore) -> None:
+    def test_a_query_can_be_limited_to_documents_and_nodes(self, compass: BasePydanticVectorStore) -> None:
         assert found(compass, EAST, doc_ids=["b", "c", "unknown"]) == ["north", "west"]
         assert found(compass, EAST, 1, doc_ids=["c"]) == ["west"]
-        assert found(compass, EAST, node_ids=[node_id("west"), node_id("east")]) == ["east", "west"]
+        assert found(compass, EAST, node_ids=[node_id("west"), node_id("east"), node_id("none")]) == ["east", "west"]
+
+    def test_documents_nodes_and_filters_together_restrict_a_query(self, compass: BasePydanticVectorStore) -> None:
+        east_and_west = [node_id("east"), node_id("west")]
+        assert found(compass, EAST, doc_ids=["a"], node_ids=east_and_west) == ["east"]
+        sea = MetadataFilters(filters=[where("land", "sea")])
+        assert found(compass, EAST, doc_ids=["b", "c"], filters=sea) == ["west"]
+        assert found(compass, EAST, doc_ids=["a"], node_ids=[node_id("northeast")], filters=sea) == []
+
+    def test_relationships_of_a_node_are_kept(self, store: BasePydanticVectorStore, place: Path) -> None:
+        node = make_node("middle", EAST, "doc")
+        node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="doc", metadata={"title": "Compass"})
+        node.relationships[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id=node_id("first"))
+        node.relationships[NodeRelationship.NEXT] = RelatedNodeInfo(node_id=node_id("last"), metadata={"page": 2})
+        store.add([node])
+        store = self.reopen(store, place)
+        [back] = result(store, EAST).nodes or []
+        assert back.ref_doc_id == "doc"
+        assert back.relationships == node.relationships
+        self.close_store(store)
 
     def test_adding_a_node_again_replaces_it(self, compass: BasePydanticVectorStore) -> None:
         moved = make_node("east", [0.0, -1.0, 0.0], "b", year=1999)
@@ -223,7 +255,7 @@ class VectorStoreContract:
         assert found(compass, [0.0, -1.0, 0.0], 1, filters=MetadataFilters(filters=[where("year", 1999)])) == ["moved"]
         assert found(compass, EAST, filters=MetadataFilters(filters=[where("year", 2001)])) == []
 
-    def test_delete_takes_one_document_with_all_its_nodes(self, compass: BasePydanticVectorStore) -> None:
+    def test_delete_removes_one_document_with_all_its_nodes(self, compass: BasePydanticVectorStore) -> None:
         compass.delete("a")
         compass.delete("unknown")
         assert found(compass, EAST) == ["north", "west"]
@@ -235,7 +267,9 @@ class VectorStoreContract:
         store.delete(_AWKWARD)
         assert found(store, EAST) == ["two"]
 
-    def test_what_was_added_and_deleted_outlives_a_restart(self, compass: BasePydanticVectorStore, place: Path) -> None:
+    def test_additions_and_deletions_persist_over_a_restart(
+        self, compass: BasePydanticVectorStore, place: Path
+    ) -> None:
         compass.delete("b")
         store = self.reopen(compass, place)
         assert found(store, EAST) == ["east", "northeast", "west"]
@@ -245,7 +279,7 @@ class VectorStoreContract:
         assert found(store, EAST) == ["south", "west"]
         self.close_store(store)
 
-    def test_async_methods_do_the_same(self, store: BasePydanticVectorStore) -> None:
+    def test_async_methods_add_query_and_delete(self, store: BasePydanticVectorStore) -> None:
         async def use() -> list[list[str]]:
             await store.async_add([make_node("a", EAST, "x"), make_node("b", NORTH, "y")])
             query = VectorStoreQuery(query_embedding=EAST, similarity_top_k=5)
@@ -255,7 +289,7 @@ class VectorStoreContract:
 
         assert asyncio.run(use()) == [["a", "b"]] * 4 + [["b"]]
 
-    def test_threads_can_add_delete_and_ask_at_once(self, store: BasePydanticVectorStore) -> None:
+    def test_threads_can_add_delete_and_query_at_once(self, store: BasePydanticVectorStore) -> None:
         store.add([make_node("fixed", EAST)])
         failures: list[BaseException] = []
 
@@ -264,8 +298,8 @@ class VectorStoreContract:
                 for i in range(5):
                     store.add([make_node(f"{name}-{i}", NORTH, f"doc{name}")])
                     assert found(store, EAST, 1) == ["fixed"]
-                mine = found(store, EAST, 50, doc_ids=[f"doc{name}"])
-                assert sorted(mine) == [f"{name}-{i}" for i in range(5)]
+                own = found(store, EAST, 50, doc_ids=[f"doc{name}"])
+                assert sorted(own) == [f"{name}-{i}" for i in range(5)]
                 store.delete(f"doc{name}")
             except BaseException as error:
                 failures.append(error)
@@ -278,22 +312,20 @@ class VectorStoreContract:
         assert failures == []
         assert found(store, EAST, 50) == ["fixed"]
 
-    def test_vectors_of_another_length_are_refused_and_change_nothing(self, compass: BasePydanticVectorStore) -> None:
+    def test_vectors_of_another_length_raise_and_change_nothing(self, compass: BasePydanticVectorStore) -> None:
         with pytest.raises(self.dimension_error):
             compass.add([make_node("short", [1.0, 0.0])])
         with pytest.raises(self.dimension_error):
             found(compass, [1.0, 0.0])
         assert found(compass, EAST) == ["east", "northeast", "north", "west"]
 
-    def test_a_lost_connection_is_an_error_and_loses_nothing(
-        self, compass: BasePydanticVectorStore, place: Path
-    ) -> None:
+    def test_a_lost_connection_raises_and_loses_nothing(self, compass: BasePydanticVectorStore, place: Path) -> None:
         self.break_connection(compass, place)
-        with pytest.raises(self.connection_error) as asking:
+        with pytest.raises(self.connection_error) as querying:
             found(compass, EAST)
         with pytest.raises(self.connection_error) as adding:
             compass.add([make_node("lost", EAST)])
-        assert "\n" not in str(asking.value) + str(adding.value)
+        assert "\n" not in str(querying.value) + str(adding.value)
         store = self.reopen(compass, place)
         assert found(store, EAST) == ["east", "northeast", "north", "west"]
         self.close_store(store)

@@ -1,4 +1,4 @@
-"""A deterministic embedding and LLM without weights, and the real embedding model once per session."""
+"""An embedding, an LLM and a store without weights, and the real embedding model once per session."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llama_index.core.llms import CustomLLM
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from word_embedding import WordEmbedding
 
-from reader_rag.rag import LocalEmbedding
+from reader_rag.rag import FaissStore, LocalEmbedding, SizedEmbedding
 
 
 class WordTokenizer:
-    """One token per word, as far as LlamaIndex's prompt helper can tell."""
+    """A tokenizer with one token per word."""
 
     chat_template = None
 
@@ -30,7 +30,7 @@ class WordTokenizer:
 
 
 class ScriptedLLM(CustomLLM):
-    """Gives one answer, word by word, and remembers what it was asked."""
+    """Returns one answer, word by word, and records its prompts."""
 
     answer: str = "forty two it is"
     window: int = 400
@@ -48,7 +48,7 @@ class ScriptedLLM(CustomLLM):
 
     @property
     def closed(self) -> bool:
-        """A stream was ended by its consumer."""
+        """Whether a consumer closed a stream."""
         return self._closed.is_set()
 
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -93,7 +93,7 @@ def embedding() -> WordEmbedding:
 
 @pytest.fixture
 def other_embedding() -> WordEmbedding:
-    """The same size of vectors, other numbers in them."""
+    """Vectors of the same length with other values."""
     return WordEmbedding(model_name="other words", salt="x", embedded=[])
 
 
@@ -105,7 +105,7 @@ def wide_embedding() -> WordEmbedding:
 
 @pytest.fixture
 def make_llm() -> Callable[..., ScriptedLLM]:
-    """Makes LLMs that give a fixed answer."""
+    """Makes LLMs with a fixed answer."""
 
     def make(**fields: Any) -> ScriptedLLM:
         return ScriptedLLM(**({"prompts": []} | fields))
@@ -114,8 +114,23 @@ def make_llm() -> Callable[..., ScriptedLLM]:
 
 
 @pytest.fixture
+def animals(embedding: SizedEmbedding) -> FaissStore:
+    """A store with a sentence each about cats, dogs and birds."""
+    texts = {"cats": "Cats purr when content.", "dogs": "Dogs bark at strangers.", "birds": "Birds sing at dawn."}
+    store = FaissStore(embed_model=embedding)
+    store.add(
+        [
+            TextNode(id_=name, text=text, metadata={"animal": name}, excluded_llm_metadata_keys=["animal"],
+                     embedding=embedding.get_text_embedding(text))
+            for name, text in texts.items()
+        ]
+    )  # fmt: skip
+    return store
+
+
+@pytest.fixture
 def make_node() -> Callable[..., TextNode]:
-    """Makes nodes with a vector, and if asked, a document and metadata."""
+    """Makes nodes with a vector, and optionally a document and metadata."""
 
     def make(
         id_: str, vector: Sequence[float], doc: str | None = None, text: str | None = None, **metadata: Any

@@ -1,3 +1,5 @@
+"""Retriever, query engine and chat engine: settings, retrieval, and the tenant of store and LLM."""
+
 from __future__ import annotations
 
 import asyncio
@@ -8,81 +10,57 @@ from typing import Any
 import llama_index.core
 import pytest
 from llama_index.core import Settings
-from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.base.response.schema import StreamingResponse
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.llms import MockLLM
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
+from scripted_engine import ScriptedEngine
 
-from reader_rag.errors import ConfigError, PromptError, StoreNotFoundError
-from reader_rag.rag import (
-    NOTHING_FOUND,
-    FaissStore,
-    SizedEmbedding,
-    make_chat_engine,
-    make_query_engine,
-    make_retriever,
-    open_store,
-)
-from reader_rag.rag.synthesis import PromptBudget
+from reader_rag.errors import ConfigError, PromptError
+from reader_rag.llm import ReaderLLM
+from reader_rag.rag import FaissStore, SizedEmbedding, make_chat_engine, make_query_engine, make_retriever
+from reader_rag.rag.ingest import ingest
 
-TEXTS = {"cats": "Cats purr when content.", "dogs": "Dogs bark at strangers.", "birds": "Birds sing at dawn."}
 MakeLLM = Callable[..., Any]
+BAD_TENANTS = ["two\nlines", "nul\0", "bell\x07", "esc\x1b[31m", "hidden\u200b", "half\ud800", "x" * 257]
 
 
-@pytest.fixture
-def store(embedding: SizedEmbedding) -> FaissStore:
-    store = FaissStore(embed_model=embedding)
-    store.add(
-        [
-            TextNode(id_=name, text=text, metadata={"animal": name}, excluded_llm_metadata_keys=["animal"],
-                     embedding=embedding.get_text_embedding(text))
-            for name, text in TEXTS.items()
-        ]
-    )  # fmt: skip
-    return store
-
-
-def test_open_store_opens_what_is_there(tmp_path: Path, embedding: SizedEmbedding) -> None:
-    FaissStore(tmp_path / "s", embed_model=embedding).close()
-    assert open_store(tmp_path / "s", embedding).num_nodes == 0
-    with pytest.raises(StoreNotFoundError):
-        open_store(tmp_path / "other", embedding)
-
-
-def test_the_retriever_finds_the_nearest(store: FaissStore, embedding: SizedEmbedding) -> None:
-    found = make_retriever(store, embedding, top_k=2).retrieve("what do dogs bark at")
+def test_the_retriever_finds_the_nearest(animals: FaissStore, embedding: SizedEmbedding) -> None:
+    found = make_retriever(animals, embedding, top_k=2).retrieve("what do dogs bark at")
     assert [node.node_id for node in found] == ["dogs", "birds"]
     assert (found[0].score or 0) > (found[1].score or 0) > 0
 
 
-def test_the_retriever_keeps_to_cutoff_and_filters(store: FaissStore, embedding: SizedEmbedding) -> None:
+def test_the_retriever_keeps_to_cutoff_and_filters(animals: FaissStore, embedding: SizedEmbedding) -> None:
     only_cats = MetadataFilters(filters=[MetadataFilter(key="animal", value="cats")])
-    found = make_retriever(store, embedding, filters=only_cats).retrieve("what do dogs bark at")
+    found = make_retriever(animals, embedding, filters=only_cats).retrieve("what do dogs bark at")
     assert [node.node_id for node in found] == ["cats"]
-    assert [n.node_id for n in make_retriever(store, embedding, cutoff=0.6).retrieve("dogs bark at noon")] == ["dogs"]
+    assert [n.node_id for n in make_retriever(animals, embedding, cutoff=0.6).retrieve("dogs bark at noon")] == ["dogs"]
 
 
-def test_a_text_that_several_files_share_is_retrieved_once(store: FaissStore, embedding: SizedEmbedding) -> None:
-    copy = TextNode(id_="copy", text=TEXTS["dogs"], embedding=embedding.get_text_embedding(TEXTS["dogs"]))
-    store.add([copy])
-    found = make_retriever(store, embedding, top_k=3).retrieve("what do dogs bark at")
-    assert [node.get_content() for node in found] == [TEXTS["dogs"], TEXTS["birds"]]
+def test_a_text_that_several_files_share_is_retrieved_once(animals: FaissStore, embedding: SizedEmbedding) -> None:
+    copy = TextNode(
+        id_="copy", text="Dogs bark at strangers.", embedding=embedding.get_text_embedding("Dogs bark at strangers.")
+    )
+    animals.add([copy])
+    found = make_retriever(animals, embedding, top_k=3).retrieve("what do dogs bark at")
+    assert [node.get_content() for node in found] == ["Dogs bark at strangers.", "Birds sing at dawn."]
 
 
 @pytest.mark.parametrize(("top_k", "cutoff"), [(0, None), (4, 1.5), (4, -2.0)])
 def test_settings_out_of_range_are_refused(
-    store: FaissStore, embedding: SizedEmbedding, top_k: int, cutoff: float | None
+    animals: FaissStore, embedding: SizedEmbedding, top_k: int, cutoff: float | None
 ) -> None:
     with pytest.raises(ConfigError):
-        make_retriever(store, embedding, top_k, cutoff)
+        make_retriever(animals, embedding, top_k, cutoff)
 
 
 def test_an_answer_is_asked_for_from_the_passages(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
+    animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
 ) -> None:
     llm = make_llm()
-    response = make_query_engine(store, llm, embedding, top_k=2).query("what do dogs bark at")
+    response = make_query_engine(animals, llm, embedding, top_k=2).query("what do dogs bark at")
     assert str(response) == "forty two it is"
     assert [node.node_id for node in response.source_nodes] == ["dogs", "birds"]
     (prompt,) = llm.prompts
@@ -92,10 +70,10 @@ def test_an_answer_is_asked_for_from_the_passages(
 
 @pytest.mark.parametrize("question", ["", "  \n"])
 def test_an_empty_question_is_refused(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM, question: str
+    animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM, question: str
 ) -> None:
     llm = make_llm()
-    engine, chat = make_query_engine(store, llm, embedding), make_chat_engine(store, llm, embedding)
+    engine, chat = make_query_engine(animals, llm, embedding), make_chat_engine(animals, llm, embedding)
     for ask in (engine.query, chat.chat, chat.stream_chat):
         with pytest.raises(PromptError, match="the question is empty"):
             ask(question)
@@ -104,207 +82,196 @@ def test_an_empty_question_is_refused(
     assert llm.prompts == []
 
 
-def test_a_question_longer_than_the_context_is_refused(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    llm = make_llm()
-    for ask in (make_query_engine(store, llm, embedding).query, make_chat_engine(store, llm, embedding).chat):
-        with pytest.raises(PromptError, match="context of 400 tokens, 50 of them reserved for the answer: shorten it"):
-            ask("why " * 400)
-    assert llm.prompts == []
-
-
-def test_nothing_found_is_said_without_asking_the_llm(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    llm = make_llm()
-    question = "zebra"
-    assert str(make_query_engine(store, llm, embedding, cutoff=0.9).query(question)) == NOTHING_FOUND
-    streamed = make_query_engine(store, llm, embedding, streaming=True, cutoff=0.9).query(question)
-    assert isinstance(streamed, StreamingResponse)
-    assert "".join(streamed.response_gen) == NOTHING_FOUND
-    chat = make_chat_engine(store, llm, embedding, cutoff=0.9)
-    assert str(chat.chat(question)) == NOTHING_FOUND
-    assert "".join(chat.stream_chat(question).response_gen) == NOTHING_FOUND
-    assert llm.prompts == []
-
-
-def test_passages_that_do_not_fit_one_prompt_are_read_one_after_another(
-    embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    llm = make_llm(window=220)
-    store = FaissStore()
-    texts = [f"dogs {letter} " + f"{letter} " * 60 for letter in "abc"]
-    store.add([TextNode(text=text, embedding=embedding.get_text_embedding(text)) for text in texts])
-    make_query_engine(store, llm, embedding).query("dogs")
-    assert len(llm.prompts) > 1
-    assert all(len(prompt.split()) <= 220 - 50 for prompt in llm.prompts)
-    assert "Answer so far: forty two it is" in llm.prompts[1]
-
-
-def test_a_streamed_answer_comes_piece_by_piece(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    response = make_query_engine(store, make_llm(), embedding, streaming=True).query("dogs")
-    assert isinstance(response, StreamingResponse)
-    assert list(response.response_gen) == ["forty ", "two ", "it ", "is"]
-    assert len(response.source_nodes) == 3
-
-
-def test_closing_a_streamed_answer_ends_the_generation(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    llm = make_llm()
-    response = make_query_engine(store, llm, embedding, streaming=True).query("dogs")
-    assert isinstance(response, StreamingResponse)
-    assert next(response.response_gen) == "forty "
-    response.response_gen.close()
-    assert llm.closed
-
-
-def test_async_queries_give_the_same(store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
-    response = asyncio.run(make_query_engine(store, make_llm(), embedding).aquery("dogs bark"))
+def test_async_queries_give_the_same(animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
+    response = asyncio.run(make_query_engine(animals, make_llm(), embedding).aquery("dogs bark"))
     assert (str(response), response.source_nodes[0].node_id) == ("forty two it is", "dogs")
 
 
-def test_a_chat_remembers_and_sees_new_passages_for_each_message(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    llm = make_llm()
-    chat = make_chat_engine(store, llm, embedding, top_k=1)
-    assert str(chat.chat("what do dogs bark at")) == "forty two it is"
-    second = chat.chat("and when do birds sing")
-    assert [node.node_id for node in second.source_nodes] == ["birds"]
-    prompt = llm.prompts[-1]
-    assert "Birds sing at dawn." in prompt
-    assert "Dogs bark" not in prompt
-    assert prompt.index("what do dogs bark at") < prompt.index("forty two") < prompt.index("and when do birds sing")
-    assert [(m.role.value, m.content) for m in chat.chat_history] == [
-        ("user", "what do dogs bark at"),
-        ("assistant", "forty two it is"),
-        ("user", "and when do birds sing"),
-        ("assistant", "forty two it is"),
-    ]
-    chat.reset()
-    assert chat.chat_history == []
-
-
-def test_braces_in_earlier_messages_stay_text(store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
-    llm = make_llm(answer="use {query_str} and {x}")
-    chat = make_chat_engine(store, llm, embedding, system_prompt="Be {brief}.")
-    chat.chat("what is {context_str}?")
-    chat.chat("why?")
-    for text in ("what is {context_str}?", "use {query_str} and {x}", "Be {brief}."):
-        assert text in llm.prompts[-1]
-
-
-def test_a_long_chat_forgets_its_beginning_but_fits(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    llm = make_llm()
-    chat = make_chat_engine(store, llm, embedding)
-    for i in range(20):
-        chat.chat(f"question {i} about dogs and why they do bark at all")
-    assert all(len(prompt.split()) <= 350 for prompt in llm.prompts)
-    assert "question 18 " in llm.prompts[-1]
-    assert "question 1 " not in llm.prompts[-1]
-    assert len(chat.chat_history) == 40
-
-
-def test_a_chat_can_begin_with_earlier_messages(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    llm = make_llm()
-    earlier = [ChatMessage(content="I am Ada", role=MessageRole.USER)]
-    chat = make_chat_engine(store, llm, embedding, chat_history=earlier)
-    chat.chat("dogs")
-    assert "I am Ada" in llm.prompts[0]
-    with pytest.raises(ConfigError, match="not both"):
-        make_chat_engine(store, llm, embedding, chat_history=earlier, memory=chat._memory)
-
-
-def test_a_streamed_chat_is_remembered_when_it_has_been_read(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    chat = make_chat_engine(store, make_llm(), embedding)
-    stream = chat.stream_chat("dogs")
-    assert chat.chat_history == []
-    assert list(stream.response_gen) == ["forty ", "two ", "it ", "is"]
-    assert stream.response == "forty two it is"
-    assert [m.content for m in chat.chat_history] == ["dogs", "forty two it is"]
-
-
-def test_closing_a_streamed_chat_ends_the_generation_and_keeps_what_was_said(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    llm = make_llm()
-    chat = make_chat_engine(store, llm, embedding)
-    answer = chat.stream_chat("dogs").response_gen
-    assert [next(answer), next(answer)] == ["forty ", "two "]
-    answer.close()
-    assert llm.closed
-    assert [m.content for m in chat.chat_history] == ["dogs", "forty two"]
-
-
-def test_a_streamed_chat_that_fails_raises_and_leaves_the_history_alone(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
-    chat = make_chat_engine(store, make_llm(fail=True), embedding)
-    with pytest.raises(RuntimeError, match="the model broke"):
-        list(chat.stream_chat("dogs").response_gen)
-    assert chat.chat_history == []
-
-
-def test_async_chats_do_the_same(store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
-    llm = make_llm()
-    chat = make_chat_engine(store, llm, embedding)
-
-    async def use() -> list[str]:
-        said = [str(await chat.achat("dogs"))]
-        stream = await chat.astream_chat("birds")
-        said += [delta async for delta in stream.async_response_gen()]
-        cut = (await chat.astream_chat("cats")).async_response_gen()
-        said.append(await anext(cut))
-        await cut.aclose()
-        return said
-
-    assert asyncio.run(use()) == ["forty two it is", "forty ", "two ", "it ", "is", "forty "]
-    assert [m.content for m in chat.chat_history] == [
-        "dogs", "forty two it is", "birds", "forty two it is", "cats", "forty",
-    ]  # fmt: skip
-    assert llm.closed
-
-
 def test_the_global_settings_of_llama_index_are_left_alone(
-    store: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama_index.core, "global_tokenizer", None)
     names = ("_llm", "_embed_model", "_tokenizer", "_node_parser", "_prompt_helper", "_transformations")
     before = {name: getattr(Settings, name) for name in names}
-    make_query_engine(store, make_llm(), embedding).query("dogs")
-    chat = make_chat_engine(store, make_llm(), embedding)
+    make_query_engine(animals, make_llm(), embedding).query("dogs")
+    chat = make_chat_engine(animals, make_llm(), embedding)
     chat.chat("dogs")
     list(chat.stream_chat("dogs").response_gen)
     assert {name: getattr(Settings, name) for name in names} == before
     assert llama_index.core.global_tokenizer is None
 
 
-def test_an_llm_without_a_tokenizer_works(store: FaissStore, embedding: SizedEmbedding) -> None:
-    response = make_query_engine(store, MockLLM(max_tokens=5), embedding).query("dogs")
-    assert str(response)
+@pytest.mark.parametrize("name", BAD_TENANTS)
+def test_invalid_tenant_names_raise(name: str, tmp_path: Path, embedding: SizedEmbedding) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    store, llm = FaissStore(), ReaderLLM.from_engine(ScriptedEngine())
+    for use in (
+        lambda: FaissStore(tmp_path / "store", tenant=name),
+        lambda: FaissStore.open(tmp_path / "store", tenant=name),
+        lambda: store.for_tenant(name),
+        lambda: ingest([tmp_path], tmp_path / "store", embed_model=embedding, tenant=name),
+        lambda: make_retriever(store, embedding, tenant=name),
+        lambda: make_query_engine(store, llm, embedding, tenant=name),
+        lambda: make_chat_engine(store, llm, embedding, tenant=name),
+        lambda: llm.for_tenant(name),
+    ):
+        with pytest.raises(ConfigError, match="a tenant's name") as error:
+            use()
+        assert str(error.value).isprintable()
+    assert not (tmp_path / "store").exists()
 
 
-def test_a_chat_template_is_counted_once_and_for_each_message(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(script=["well"])
+
+
+@pytest.fixture
+def llm(engine: ScriptedEngine) -> ReaderLLM:
+    return ReaderLLM.from_engine(engine)
+
+
+@pytest.fixture
+def pets(embedding: SizedEmbedding) -> FaissStore:
+    """Each tenant's pets, in documents of two passages."""
+    store = FaissStore(embed_model=embedding)
+    for tenant, animal in (("a", "cat"), ("b", "dog"), ("", "cow")):
+        nodes = []
+        for part in ("eats", "sleeps"):
+            text = f"My {animal} {part}."
+            node = TextNode(id_=part, text=text, embedding=embedding.get_text_embedding(text))
+            node.metadata = {"part": part}
+            node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="pets")
+            nodes.append(node)
+        store.for_tenant(tenant).add(nodes)
+    return store
+
+
+def calls_of(engine: ScriptedEngine) -> list[tuple[str, list[str]]]:
+    """The tenant of each call and the sorted texts of its passages, without the context."""
+    return [
+        (call.tenant, sorted(passage.text for passage in call.passages if passage.id != "context"))
+        for call in engine.calls
+    ]
+
+
+def test_a_retriever_searches_its_tenant_only(pets: FaissStore, embedding: SizedEmbedding) -> None:
+    def found(tenant: str | None, **options: Any) -> list[str]:
+        nodes = make_retriever(pets, embedding, tenant=tenant, **options).retrieve("does my dog eat")
+        return sorted(node.get_content() for node in nodes)
+
+    assert found("a") == ["My cat eats.", "My cat sleeps."]
+    assert found("b", top_k=1) == ["My dog eats."]
+    assert found(None) == found("") == ["My cow eats.", "My cow sleeps."]
+    assert found("nobody") == []
+    only = MetadataFilters(filters=[MetadataFilter(key="part", value="sleeps")])
+    assert found("a", filters=only) == ["My cat sleeps."]
+    of_b = make_retriever(pets.for_tenant("b"), embedding)
+    assert sorted(node.get_content() for node in asyncio.run(of_b.aretrieve("dog"))) == [
+        "My dog eats.",
+        "My dog sleeps.",
+    ]
+
+
+def test_query_engines_search_and_call_for_their_tenant(
+    pets: FaissStore, llm: ReaderLLM, engine: ScriptedEngine, embedding: SizedEmbedding
 ) -> None:
-    llm = make_llm()
+    query = make_query_engine(pets, llm, embedding, top_k=1, tenant="a")
+    streaming = make_query_engine(pets, llm, embedding, top_k=1, tenant="a", streaming=True)
+    query.query("cat")
+    streamed = streaming.query("cat")
+    assert isinstance(streamed, StreamingResponse)
+    assert "".join(streamed.response_gen) == "well"
 
-    def apply(self: Any, messages: list[dict[str, str]], **kwargs: Any) -> Any:
-        said = "".join(f"<{m['role']}> {m['content']} </s> " for m in messages)
-        return self.encode(f"system be nice {said}<assistant>")
+    async def use() -> None:
+        await query.aquery("cat")
+        response = await streaming.aquery("cat")
+        assert [text async for text in response.response_gen] == ["well"]  # type: ignore[union-attr]
 
-    monkeypatch.setattr(type(llm.tokenizer), "chat_template", "some template")
-    monkeypatch.setattr(type(llm.tokenizer), "apply_chat_template", apply, raising=False)
-    budget = PromptBudget.of(llm)
-    assert (budget.context_window, budget.num_output) == (400, 50)
-    assert (budget.template_tokens, budget.message_tokens) == (6, 2)
+    asyncio.run(use())
+    assert calls_of(engine) == [("a", ["My cat eats.", "My cat sleeps."])] * 4
+    assert all("cat" in call.prompt.text and "dog" not in call.prompt.text for call in engine.calls)
+
+
+def test_chat_engines_search_and_call_for_their_tenant(
+    pets: FaissStore, llm: ReaderLLM, engine: ScriptedEngine, embedding: SizedEmbedding
+) -> None:
+    chat = make_chat_engine(pets, llm, embedding, top_k=1, tenant="b")
+    chat.chat("dog")
+    "".join(chat.stream_chat("dog").response_gen)
+
+    async def use() -> None:
+        await chat.achat("dog")
+        stream = await chat.astream_chat("dog")
+        assert [text async for text in stream.async_response_gen()] == ["well"]
+
+    asyncio.run(use())
+    assert calls_of(engine) == [("b", ["My dog eats.", "My dog sleeps."])] * 4
+
+
+def test_every_call_of_a_refined_answer_has_the_tenant(engine: ScriptedEngine, embedding: SizedEmbedding) -> None:
+    llm = ReaderLLM.from_engine(engine, context_window=700, max_tokens=60)
+    store = FaissStore()
+    texts = [f"dogs {letter} " + f"{letter} " * 120 for letter in "abc"]
+    store.for_tenant("a").add([TextNode(text=text, embedding=embedding.get_text_embedding(text)) for text in texts])
+    make_query_engine(store, llm, embedding, tenant="a").query("dogs")
+    assert len(engine.calls) > 1
+    assert {call.tenant for call in engine.calls} == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("of_store", "of_llm", "named", "documents", "caller"),
+    [
+        ("", "", None, "cow", ""),
+        ("a", "", None, "cat", "a"),
+        ("", "b", None, "cow", "b"),  # documents for all, conversations apart
+        ("a", "a", None, "cat", "a"),
+        ("a", "b", "b", "dog", "b"),
+        ("a", "b", "", "cow", ""),
+    ],
+)
+def test_store_llm_and_argument_determine_the_tenant(
+    pets: FaissStore,
+    llm: ReaderLLM,
+    engine: ScriptedEngine,
+    embedding: SizedEmbedding,
+    of_store: str,
+    of_llm: str,
+    named: str | None,
+    documents: str,
+    caller: str,
+) -> None:
+    store, llm = pets.for_tenant(of_store), llm.for_tenant(of_llm)
+    make_query_engine(store, llm, embedding, tenant=named).query("pets")
+    make_chat_engine(store, llm, embedding, tenant=named).chat("pets")
+    assert calls_of(engine) == [(caller, [f"My {documents} eats.", f"My {documents} sleeps."])] * 2
+    assert (store.tenant, llm.tenant) == (of_store, of_llm)
+
+
+def test_a_store_and_an_llm_of_different_tenants_raise(
+    pets: FaissStore, llm: ReaderLLM, embedding: SizedEmbedding
+) -> None:
+    for make in (make_query_engine, make_chat_engine):
+        with pytest.raises(ConfigError, match="bound to the tenant 'a' and the LLM to 'b': pass the tenant"):
+            make(pets.for_tenant("a"), llm.for_tenant("b"), embedding)
+
+
+class Pet(BaseModel):
+    """A pet."""
+
+    name: str
+
+
+def test_a_structured_llm_is_bound_to_the_tenant(
+    pets: FaissStore, engine: ScriptedEngine, llm: ReaderLLM, embedding: SizedEmbedding
+) -> None:
+    engine.script = ['{"name": "Tom"}']
+    objects = llm.as_structured_llm(Pet)
+    assert str(make_query_engine(pets, objects, embedding, tenant="a").query("cat"))
+    assert [call.tenant for call in engine.calls] == ["a"]
+    assert llm.tenant == ""
+
+
+def test_an_llm_without_tenants_is_used_unchanged(pets: FaissStore, embedding: SizedEmbedding) -> None:
+    response = make_query_engine(pets, MockLLM(max_tokens=4), embedding, tenant="a").query("cat")
+    assert sorted(node.get_content() for node in response.source_nodes) == ["My cat eats.", "My cat sleeps."]

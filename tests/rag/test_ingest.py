@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,14 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from llama_index.core.schema import MetadataMode, TextNode
+from waiting import join
 
 from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreMismatchError, StoreWriteError
 from reader_rag.rag import FaissStore, IngestReport, LocalEmbedding, SizedEmbedding, make_retriever
+from reader_rag.rag.files import content_hash
 from reader_rag.rag.files import find_files as really_find_files
 from reader_rag.rag.ingest import ingest
+from reader_rag.rag.stores.records import TenantSize
 
 Write = Callable[[str, str | bytes], Path]
 
@@ -37,10 +42,10 @@ def run(store_dir: Path, embedding: SizedEmbedding) -> Callable[..., IngestRepor
     return run
 
 
-def contents(store_dir: Path) -> dict[str, str]:
+def contents(store_dir: Path, tenant: str = "") -> dict[str, str]:
     """File name -> text of its chunks, in order."""
     texts: dict[str, list[str]] = {}
-    with FaissStore.open(store_dir) as store:
+    with FaissStore.open(store_dir, tenant=tenant) as store:
         for node in store.get_nodes():
             texts.setdefault(node.metadata["file_name"], []).append(node.get_content())
     return {name: " | ".join(parts) for name, parts in sorted(texts.items())}
@@ -351,3 +356,103 @@ def test_the_last_words_of_a_long_document_can_be_found(
         (best,) = make_retriever(store, minilm, top_k=1).retrieve("Where is the treasure?")
     assert best.node.get_content().endswith("The treasure is buried under the oak.")
     assert best.node.metadata["file_name"] == "long.txt"
+
+
+def test_two_tenants_ingest_the_same_files(run: Any, write: Write, docs: Path, store_dir: Path) -> None:
+    write("one.txt", "the first")
+    write("two.txt", "the second")
+    for tenant in ("", "a", "b"):
+        report = run(docs, tenant=tenant)
+        assert (len(report.added), report.chunks, report.total_chunks) == (2, 2, 2)
+    expected = {"one.txt": "the first", "two.txt": "the second"}
+    assert [contents(store_dir, tenant) for tenant in ("", "a", "b")] == [expected] * 3
+    with FaissStore.open(store_dir) as store:
+        ids = [node.node_id for tenant in ("", "a", "b") for node in store.for_tenant(tenant).get_nodes()]
+        assert store.tenants() == [TenantSize(tenant, 2, 2) for tenant in ("", "a", "b")]
+    assert len(set(ids)) == 6
+
+
+def test_a_changed_file_is_updated_for_the_ingesting_tenant_only(
+    run: Any, write: Write, docs: Path, store_dir: Path
+) -> None:
+    write("one.txt", "old")
+    run(docs, tenant="a")
+    run(docs, tenant="b")
+    path = write("one.txt", "new")
+    assert run(docs, tenant="b").updated == (path,)
+    assert (contents(store_dir, "a"), contents(store_dir, "b")) == ({"one.txt": "old"}, {"one.txt": "new"})
+    assert run(docs, tenant="a").updated == (path,)
+    assert run(docs, tenant="b").unchanged == (path,)
+    assert contents(store_dir, "a") == {"one.txt": "new"}
+
+
+def test_missing_files_are_removed_for_the_ingesting_tenant_only(
+    run: Any, write: Write, docs: Path, store_dir: Path
+) -> None:
+    write("one.txt", "first")
+    gone = write("two.txt", "second")
+    for tenant in ("", "a", "b"):
+        run(docs, tenant=tenant)
+    gone.unlink()
+    assert run(docs, tenant="a").removed == (gone,)
+    assert contents(store_dir, "a") == {"one.txt": "first"}
+    assert contents(store_dir, "") == contents(store_dir, "b") == {"one.txt": "first", "two.txt": "second"}
+    assert run(docs).removed == (gone,)
+    assert contents(store_dir, "b") == {"one.txt": "first", "two.txt": "second"}
+
+
+def test_a_tenant_that_was_removed_can_ingest_again(run: Any, write: Write, docs: Path, store_dir: Path) -> None:
+    write("one.txt", "first")
+    run(docs, tenant="a")
+    run(docs, tenant="b")
+    with FaissStore.open(store_dir) as store:
+        store.for_tenant("a").clear()
+    report = run(docs, tenant="a")
+    assert (len(report.added), report.unchanged) == (1, ())
+    assert contents(store_dir, "a") == contents(store_dir, "b") == {"one.txt": "first"}
+
+
+def test_node_ids_of_the_default_tenant_are_those_of_existing_stores(
+    run: Any, write: Write, docs: Path, store_dir: Path
+) -> None:
+    path = write("one.txt", "first")
+    run(docs)
+    digest = content_hash(b"first", "chunker 1, 48 tokens, overlap 32")
+    with FaissStore.open(store_dir) as store:
+        (node,) = store.get_nodes()
+    assert node.node_id == str(uuid.uuid5(uuid.NAMESPACE_URL, f"{path}\0{digest}\x000"))
+
+
+def test_two_tenants_may_ingest_at_once(run: Any, write: Write, docs: Path, store_dir: Path) -> None:
+    write("one.txt", "first")
+    run(docs, tenant="a")
+    (lock,) = (path for path in (store_dir).iterdir() if path.name.startswith("ingest-"))
+    with FileLock(lock):
+        with pytest.raises(StoreBusyError, match="is ingesting"):
+            run(docs, tenant="a")
+        assert run(docs, tenant="b").chunks == run(docs).chunks == 1
+    with FileLock(store_dir / "ingest.lock"):
+        assert run(docs, tenant="a").ok
+
+
+def test_commits_of_two_tenants_wait_for_one_another(
+    run: Any, write: Write, docs: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("one.txt", "first")
+    run(docs, tenant="a")
+    waiting, reports = threading.Event(), []
+
+    class Lock(FileLock):
+        def acquire(self, *args: Any, **kwargs: Any) -> Any:
+            if self.lock_file.endswith("commit.lock"):
+                waiting.set()
+            return super().acquire(*args, **kwargs)
+
+    monkeypatch.setattr("reader_rag.rag.ingest.FileLock", Lock)
+    with FileLock(store_dir / "commit.lock"):
+        thread = threading.Thread(target=lambda: reports.append(run(docs, tenant="b")))
+        thread.start()
+        assert waiting.wait(60)
+        assert reports == []
+    join(thread)
+    assert reports[0].chunks == 1

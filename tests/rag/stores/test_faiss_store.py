@@ -1,8 +1,7 @@
-"""What `FaissStore` does beyond what all stores do (test_store_contract.py), and the store against brute force."""
+"""`FaissStore`: its own features besides the contract (test_contract.py), and the store against brute force."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.schema import Document, ImageNode, IndexNode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.schema import Document, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores.types import (
-    FilterCondition,
     FilterOperator,
     MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
-    VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
 
-from reader_rag.errors import ConfigError, StoreMismatchError
+from reader_rag.errors import ConfigError
 from reader_rag.rag import FaissStore, SizedEmbedding
 
 MakeNode = Callable[..., TextNode]
@@ -57,78 +54,10 @@ def store(make_node: MakeNode) -> FaissStore:
     return store
 
 
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
-        (MetadataFilters(filters=[where("year", 2002, FilterOperator.GT)]), ["north", "west"]),
-        (MetadataFilters(filters=[where("tags", "sun", FilterOperator.CONTAINS)]), ["east", "northeast"]),
-        (MetadataFilters(filters=[where("tags", None, FilterOperator.IS_EMPTY)]), ["north"]),
-        (MetadataFilters(filters=[where("ref_doc_id", "a"), where("year", 2001)]), ["east"]),
-        (
-            MetadataFilters(filters=[where("year", 2001), where("year", 2004)], condition=FilterCondition.OR),
-            ["east", "west"],
-        ),
-        (MetadataFilters(filters=[where("ref_doc_id", "a")], condition=FilterCondition.NOT), ["north", "west"]),
-        (
-            MetadataFilters(
-                filters=[
-                    where("year", 2003, FilterOperator.LTE),
-                    MetadataFilters(filters=[where("ref_doc_id", "a")], condition=FilterCondition.NOT),
-                ]
-            ),
-            ["north"],
-        ),
-        (MetadataFilters(filters=[]), ["east", "northeast", "north", "west"]),
-        (MetadataFilters(filters=[where("nothing", 1)]), []),
-    ],
-)
-def test_filters_choose_by_metadata(store: FaissStore, filters: MetadataFilters, expected: list[str]) -> None:
-    assert ask(store, [1.0, 0.0], filters=filters) == expected
-
-
-def test_a_query_can_be_kept_to_nodes_and_documents(store: FaissStore) -> None:
-    assert ask(store, [1.0, 0.0], node_ids=["west", "north", "unknown"]) == ["north", "west"]
-    assert ask(store, [1.0, 0.0], doc_ids=["a", "unknown"]) == ["east", "northeast"]
-    assert ask(store, [1.0, 0.0], doc_ids=["a"], node_ids=["east", "west"]) == ["east"]
-
-
-def test_vectors_of_another_length_are_refused(store: FaissStore, make_node: MakeNode) -> None:
-    with pytest.raises(StoreMismatchError, match="vectors of 2 numbers, not 3"):
-        store.add([make_node("new", [1.0, 0.0, 0.0])])
-    with pytest.raises(StoreMismatchError, match="vectors of 2 numbers, not 3"):
-        ask(store, [1.0, 0.0, 0.0])
-    assert store.num_nodes == 4
-
-
-def test_a_query_may_ask_for_no_cutoff(store: FaissStore) -> None:
-    query = VectorStoreQuery(query_embedding=[1.0, 0.0], similarity_top_k=10)
-    store.similarity_cutoff = -0.5
-    assert store.query(query).ids == ["east", "northeast", "north"]
-    assert store.query(query, similarity_cutoff=None).ids == ["east", "northeast", "north", "west"]
-
-
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        (VectorStoreQuery([1.0, 0.0], mode=VectorStoreQueryMode.MMR), "mode 'default' only, not 'mmr'"),
-        (
-            VectorStoreQuery([1.0, 0.0], filters=MetadataFilters(filters=[where("year", "x", FilterOperator.GT)])),
-            "filter cannot be applied",
-        ),
-    ],
-)
-def test_what_cannot_be_answered_is_said(store: FaissStore, query: VectorStoreQuery, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        store.query(query)
-
-
-def test_of_a_node_that_is_added_twice_at_once_the_last_stays(store: FaissStore, make_node: MakeNode) -> None:
-    store.add([make_node("east", [0.0, -1.0], doc="b"), make_node("east", [0.0, -2.0], doc="c", text="newest")])
-    assert store.num_nodes == 4
-    nearest = result(store, [0.0, -1.0], 1)
-    assert nearest.ids == ["east"]
-    assert [(n.get_content(), n.ref_doc_id) for n in nearest.nodes or []] == [("newest", "c")]
-    assert ask(store, [1.0, 0.0], doc_ids=["a"]) == ["northeast"]
+def test_a_filter_that_compares_text_with_numbers_raises(store: FaissStore) -> None:
+    filters = MetadataFilters(filters=[where("year", "x", FilterOperator.GT)])
+    with pytest.raises(ConfigError, match="filter cannot be applied"):
+        ask(store, [1.0, 0.0], filters=filters)
 
 
 def test_ids_only_grow_also_after_a_delete_and_a_reopening(tmp_path: Path, make_node: MakeNode) -> None:
@@ -144,25 +73,6 @@ def test_ids_only_grow_also_after_a_delete_and_a_reopening(tmp_path: Path, make_
     with FaissStore(tmp_path) as store:
         store.add([make_node("d", [1.0, 0.0])])
         assert numbers(store) == [4]
-
-
-def test_nodes_come_back_as_they_went_in(tmp_path: Path) -> None:
-    text = TextNode(
-        id_="t", text="naïve \U0001f40d", metadata={"n": 1, "list": ["x"]}, start_char_idx=5, end_char_idx=12,
-        excluded_llm_metadata_keys=["n"], embedding=[1.0, 0.0],
-    )  # fmt: skip
-    text.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="doc", metadata={"k": "v"})
-    index = IndexNode(id_="i", text="points", index_id="elsewhere", embedding=[1.0, 0.0])
-    image = ImageNode(id_="m", text="seen", image_path="a.png", embedding=[1.0, 0.0])
-    with FaissStore(tmp_path) as store:
-        store.add([text, index, image])
-    with FaissStore.open(tmp_path) as store:
-        back = store.get_nodes()
-    assert [type(node) for node in back] == [TextNode, IndexNode, ImageNode]
-    assert back[0] == text.model_copy(update={"embedding": None})
-    assert [node.to_dict() for node in back[1:]] == [
-        n.model_copy(update={"embedding": None}).to_dict() for n in (index, image)
-    ]
 
 
 def test_persist_copies_a_store_out_of_memory(store: FaissStore, tmp_path: Path) -> None:
@@ -184,19 +94,17 @@ def test_an_ordinary_llama_index_uses_the_store(embedding: SizedEmbedding) -> No
     assert [n.get_content() for n in store.get_nodes()] == ["dogs bark"]
 
 
-def test_async_methods_do_the_same(make_node: MakeNode) -> None:
-    async def use() -> list[list[str]]:
-        store = FaissStore()
-        await store.async_add([make_node("a", [1.0, 0.0], doc="x"), make_node("b", [0.0, 1.0], doc="y")])
-        seen = [(await store.aquery(VectorStoreQuery([1.0, 0.0], 5))).ids or []]
-        await store.adelete("x")
-        seen.append([n.node_id for n in await store.aget_nodes()])
-        await store.adelete_nodes(["b"])
-        seen.append([n.node_id for n in await store.aget_nodes()])
-        await store.aclear()
-        return seen
-
-    assert asyncio.run(use()) == [["a", "b"], ["b"], []]
+def test_an_ordinary_llama_index_keeps_to_the_tenant(embedding: SizedEmbedding) -> None:
+    store = FaissStore()
+    for name, text in (("a", "cats purr"), ("b", "cats bite")):
+        context = StorageContext.from_defaults(vector_store=store.for_tenant(name))
+        VectorStoreIndex.from_documents(
+            [Document(text=text, id_="cats")], storage_context=context, embed_model=embedding
+        )
+    index = VectorStoreIndex.from_vector_store(store.for_tenant("b"), embed_model=embedding)
+    assert [node.get_content() for node in index.as_retriever().retrieve("cats")] == ["cats bite"]
+    index.delete_ref_doc("cats")
+    assert [[n.get_content() for n in store.for_tenant(name).get_nodes()] for name in "ab"] == [["cats purr"], []]
 
 
 class TwinMachine(RuleBasedStateMachine):

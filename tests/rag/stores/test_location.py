@@ -1,13 +1,15 @@
-"""URLs of stores."""
+"""Locations of stores: folders and URLs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from llama_index.core.schema import TextNode
 
-from reader_rag.errors import ConfigError
-from reader_rag.rag.stores.location import DatabaseUrl, database_url, local_folder, lock_folder
+from reader_rag.errors import ConfigError, StoreNotFoundError
+from reader_rag.rag import SizedEmbedding
+from reader_rag.rag.stores.location import DatabaseUrl, database_url, local_folder, lock_folder, open_store
 
 
 @pytest.mark.parametrize(
@@ -43,27 +45,40 @@ def test_a_url_names_a_server_or_a_folder_and_a_collection(text: str, url: Datab
         ("qdrant+tls:///data/birds", "names no folder"),
     ],
 )
-def test_a_url_that_names_no_store_says_how_to_write_one(text: str, message: str) -> None:
+def test_invalid_urls_raise_with_an_example(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         DatabaseUrl.parse(text)
     assert "qdrant://" in str(raised.value)
 
 
-def test_folders_are_no_urls() -> None:
+def test_folders_are_not_urls() -> None:
     assert database_url("my/store") is None
     assert database_url(Path("qdrant://db/birds")) is None
     assert local_folder("my/store") == lock_folder("my/store") == Path("my/store")
 
 
-def test_a_database_on_this_machine_has_a_folder_that_no_ingestion_reads() -> None:
+def test_an_embedded_database_has_a_local_folder() -> None:
     assert local_folder("qdrant:///data/db/birds") == Path("/data/db")
     assert local_folder("qdrant://db/birds") is None
 
 
-def test_locks_of_a_database_lie_in_the_cache_one_folder_for_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_database_has_a_lock_folder_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("READER_RAG_CACHE", str(tmp_path))
     one, other = lock_folder("qdrant://db/birds"), lock_folder("qdrant://db/fish")
     assert one != other
     assert one.parent == other.parent == tmp_path / "locks"
+
+
+def test_open_store_opens_the_store_of_a_folder_for_a_tenant(tmp_path: Path, embedding: SizedEmbedding) -> None:
+    with open_store(tmp_path / "store", embedding, "a", must_exist=False) as store:
+        store.add([TextNode(text="of a", embedding=embedding.get_text_embedding("of a"))])
+    with open_store(tmp_path / "store", embedding, "a") as store:
+        assert (store.tenant, [node.get_content() for node in store.get_nodes()]) == ("a", ["of a"])
+    with open_store(tmp_path / "store", embedding) as store:
+        assert (store.tenant, store.num_nodes) == ("", 0)
+
+
+def test_open_store_raises_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError):
+        open_store(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
