@@ -12,11 +12,11 @@ from reader_rag.errors import ConfigError
 
 PROPOSER = "reader_rag.connectors.vllm.ReaderProposer"
 """The class that vLLM imports."""
-DRAFTED = 16
+DEFAULT_DRAFT_TOKENS = 16
 """Most tokens drafted for one request in a step, unless told otherwise."""
 
 
-def speculation(drafted: int = DRAFTED) -> dict[str, Any]:
+def speculative_config(drafted: int = DEFAULT_DRAFT_TOKENS) -> dict[str, Any]:
     """vLLM's `speculative_config`.
 
     Args:
@@ -30,7 +30,7 @@ def speculation(drafted: int = DRAFTED) -> dict[str, Any]:
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafted}
 
 
-def reader_config(
+def additional_config(
     datastore: Path | str | None = None,
     costs: Path | str | None = None,
     namespaces: Sequence[str] = (),
@@ -54,9 +54,9 @@ def reader_config(
     return {"reader_rag": ours} if ours else {}
 
 
-def serve_line(
+def serve_command(
     model: str,
-    drafted: int = DRAFTED,
+    drafted: int = DEFAULT_DRAFT_TOKENS,
     datastore: Path | None = None,
     costs: Path | None = None,
     namespaces: Sequence[str] = (),
@@ -87,8 +87,8 @@ def serve_line(
         _check_datastore(datastore, namespaces, source)
     elif namespaces:
         raise ConfigError("--namespace is of a datastore: name its folder with --datastore")
-    words = ["vllm", "serve", source, "--speculative-config", json.dumps(speculation(drafted))]
-    if ours := reader_config(datastore, costs, namespaces, keep_answers):
+    words = ["vllm", "serve", source, "--speculative-config", json.dumps(speculative_config(drafted))]
+    if ours := additional_config(datastore, costs, namespaces, keep_answers):
         words += ["--additional-config", json.dumps(ours)]
     return shlex.join(words)
 

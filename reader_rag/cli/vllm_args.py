@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from reader_rag.bench.options import DatastoreToDraftFrom, MaxDrafted, Model, StepCosts
-from reader_rag.connectors.vllm_args import DRAFTED, serve_line
+from reader_rag.connectors.vllm_args import DEFAULT_DRAFT_TOKENS, serve_command
 from reader_rag.model.registry import DEFAULT_MODEL
 
 
 def vllm_args(
     model: Model = DEFAULT_MODEL,
-    drafted: MaxDrafted = DRAFTED,
+    drafted: MaxDrafted = DEFAULT_DRAFT_TOKENS,
     datastore: DatastoreToDraftFrom = None,
     costs: StepCosts = None,
     namespace: Annotated[
@@ -32,4 +32,4 @@ def vllm_args(
 
     The server drafts with reader-rag. vLLM need not be installed where the command is printed.
     """
-    typer.echo(serve_line(model, drafted, datastore, costs, namespace or (), keep_answers))
+    typer.echo(serve_command(model, drafted, datastore, costs, namespace or (), keep_answers))

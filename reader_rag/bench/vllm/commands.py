@@ -9,7 +9,7 @@ import typer
 
 from reader_rag.bench import options
 from reader_rag.bench.output import print_report, progress, ratio_line
-from reader_rag.connectors.vllm_args import DRAFTED
+from reader_rag.connectors.vllm_args import DEFAULT_DRAFT_TOKENS
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -34,7 +34,7 @@ def vllm(
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128,
     max_model_len: Length = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 1,
-    drafted: options.MaxDrafted = DRAFTED,
+    drafted: options.MaxDrafted = DEFAULT_DRAFT_TOKENS,
     datastore: options.DatastoreToDraftFrom = None,
     costs: options.StepCosts = None,
     temperature: options.Temperature = 0.0,
@@ -73,7 +73,7 @@ def vllm_stress(
     batch: Annotated[int, typer.Option(min=1, help="Most requests of a step.")] = 16,
     cache_tokens: Annotated[int, typer.Option(min=32, help="Positions of the KV cache.")] = 1024,
     whole: Annotated[bool, typer.Option(help="Use whole prompts, not prefixes of mixed lengths.")] = False,
-    drafted: options.MaxDrafted = DRAFTED,
+    drafted: options.MaxDrafted = DEFAULT_DRAFT_TOKENS,
     datastore: options.DatastoreToDraftFrom = None,
     costs: options.StepCosts = None,
     seed: options.Seed = 0,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from reader_rag.connectors.vllm_args import DRAFTED, PROPOSER, reader_config
+from reader_rag.connectors.vllm_args import DEFAULT_DRAFT_TOKENS, PROPOSER, additional_config
 from reader_rag.errors import ConfigError, MissingDependencyError
 from reader_rag.util.one_line import first_line
 
@@ -57,7 +57,7 @@ class Options:
     dtype: str = "bfloat16"
     at_once: int = 1
     max_model_len: int = 4096
-    drafted: int = DRAFTED
+    drafted: int = DEFAULT_DRAFT_TOKENS
     datastore: str | None = None
     costs: str | None = None
     eager: bool = False
@@ -151,7 +151,7 @@ def make_engine(options: Options, method: str, **more: Any) -> Any:
     if config is not None and config["method"] == "custom_class":
         chosen["speculative_config"]["num_speculative_tokens"] = options.drafted
     if method == "reader":
-        chosen["additional_config"] = reader_config(options.datastore, options.costs)
+        chosen["additional_config"] = additional_config(options.datastore, options.costs)
     if method == "suffix":
         _need_suffix_decoding()
     chosen |= more
