@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.kernels import successors as kernels
 from reader_rag.errors import ConfigError
+from reader_rag.util.files import atomic_path
 
 SHIPPED = Path(__file__).with_name("profiles")
 _AGAIN = "delete it and make it again: reader-rag models profile MODEL"
@@ -44,18 +45,13 @@ class Profile:
     def save(self, path: Path) -> None:
         """Write the file that `load` reads; whole or not at all."""
         wide = np.uint16 if len(self.tokens) < 1 << 16 else np.uint32
-        draft = path.with_name(f".{path.name}.tmp")
-        try:
-            with draft.open("wb") as file:
-                np.savez_compressed(
-                    file,
-                    name=np.array(self.name),
-                    vocabulary=np.array(self.vocabulary),
-                    tokens=(self.tokens + 1).astype(wide),
-                )
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with atomic_path(path) as partial, partial.open("wb") as file:
+            np.savez_compressed(
+                file,
+                name=np.array(self.name),
+                vocabulary=np.array(self.vocabulary),
+                tokens=(self.tokens + 1).astype(wide),
+            )
 
     @classmethod
     def load(cls, path: Path) -> Profile:

@@ -15,6 +15,7 @@ from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untype
 from numpy.typing import NDArray
 
 from reader_rag.errors import ConfigError
+from reader_rag.util.files import atomic_path
 
 Float64 = NDArray[np.float64]
 
@@ -111,7 +112,8 @@ class StepTable:
             "version": VERSION,
             **{name: getattr(self, name) for name in (*_FIELDS, "rows", "drafted", "seconds")},
         }
-        Path(path).write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        with atomic_path(Path(path)) as partial:
+            partial.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
     def times(self, rows: int, most: int) -> Float64:
         """Seconds of steps over so many rows, by the positions that they have in all.

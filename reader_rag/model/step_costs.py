@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import platform
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from reader_rag.draft.kernels import pool as kernels
 from reader_rag.draft.tree import DraftTree
 from reader_rag.model.target import AnyTarget
+from reader_rag.util.files import atomic_path
 
 _VERSION = 3
 """Of the remembered file; raise it when a step computes otherwise than before."""
@@ -233,10 +233,8 @@ class StepCosts:
         held = {"key": key, "rows": self._rows.tolist(), "base": self._base.tolist(), "slope": self._slope.tolist()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".costs-") as folder:
-                draft = Path(folder) / path.name
-                draft.write_text(json.dumps(held), encoding="utf-8")
-                draft.replace(path)
+            with atomic_path(path) as partial:
+                partial.write_text(json.dumps(held), encoding="utf-8")
         except OSError:
             return
 

@@ -19,6 +19,7 @@ import platformdirs
 from filelock import FileLock, Timeout
 
 from reader_rag.errors import MissingDependencyError, ModelError
+from reader_rag.util.files import atomic_path, partial_paths
 from reader_rag.util.quiet import quiet_loading
 
 if TYPE_CHECKING:
@@ -121,52 +122,20 @@ def _locked(target: Path, progress: Progress | None) -> Iterator[None]:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove what killed runs left; only the holder of the lock makes such folders, so none of them is in use."""
-    for leftover in target.parent.glob(f"{_partial_prefix(target)}*"):
+    for leftover in partial_paths(target):
         shutil.rmtree(leftover)
     if target.exists():  # files were deleted from it: it is no model any more
         shutil.rmtree(target)
 
 
-def _partial_prefix(target: Path) -> str:
-    return f".{target.name}.partial-"
-
-
 def _write_and_rename(target: Path, write: Callable[[Path], None]) -> None:
-    partial = Path(tempfile.mkdtemp(prefix=_partial_prefix(target), dir=target.parent))
-    try:
+    with atomic_path(target) as partial:
+        partial.mkdir()
         write(partial)
         if not is_model_folder(partial):
             raise ModelError(f"{target.name} was made without a config.json or without weights")
-        _make_durable(partial)
-        partial.replace(target)
-        _sync_folder(target.parent)
-    except BaseException:  # an interrupt as well: nothing half-made stays
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _make_durable(folder: Path) -> None:
-    """Flush a folder to disk and open it to readers, as one cache may serve several users."""
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            path.chmod(0o755)
-            _sync_folder(path)
-        else:
-            path.chmod(0o644)
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
-    folder.chmod(0o755)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":  # elsewhere a folder cannot be opened, and a rename is durable by itself
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        for path in [partial, *partial.rglob("*")]:  # one cache may serve several users
+            path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _require_space(folder: Path, disk_bytes: int) -> None:

@@ -24,25 +24,31 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextlib.contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, *, keep_existing: bool = False) -> Iterator[Path]:
     """Replace a file, or make a folder, atomically: readers see the old content or the new, also after a crash.
 
     Args:
         path: Where the content goes; its folder must exist.
+        keep_existing: Drop the new file if there is one at `path`, also one that another process makes meanwhile.
 
     Yields:
         A path beside it, to be written as a file or made as a folder. When the block ends it is flushed to disk and
         renamed to `path`; when the block raises it is removed.
     """
     files = Files()
-    with files.replacing(path) as partial:
+    with files.replacing(path, keep_existing=keep_existing) as partial:
         yield partial
         files.sync_tree(partial)
 
 
 def partial_paths(path: Path) -> list[Path]:
     """What interrupted writes of `path` left beside it."""
-    return list(path.parent.glob(f".{path.name}.partial-*"))
+    prefix = _partial_prefix(path)
+    return [other for other in path.parent.iterdir() if other.name.startswith(prefix)]
+
+
+def _partial_prefix(path: Path) -> str:
+    return f".{path.name}.partial-"
 
 
 class Files:
@@ -75,12 +81,20 @@ class Files:
             self.create(partial, [data])
 
     @contextlib.contextmanager
-    def replacing(self, path: Path) -> Iterator[Path]:
-        """Yield a path beside `path`; what the block writes there, flushed to disk, is renamed to `path`."""
-        partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
+    def replacing(self, path: Path, *, keep_existing: bool = False) -> Iterator[Path]:
+        """Yield a path beside `path`; what the block writes there, flushed to disk, is renamed to `path`.
+
+        Args:
+            path: Where the content goes.
+            keep_existing: Drop the new file if there is one at `path`.
+        """
+        partial = path.with_name(_partial_prefix(path) + uuid.uuid4().hex)
         try:
             yield partial
-            self.rename(partial, path)
+            if keep_existing:
+                self.link(partial, path)
+            else:
+                self.rename(partial, path)
         except BaseException:  # an interrupt as well
             with contextlib.suppress(OSError):
                 if partial.is_dir():
@@ -107,6 +121,16 @@ class Files:
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file or folder; a file at the target is replaced atomically."""
         source.replace(target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Rename a file, unless there is one at the target; then the source is removed."""
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(source, target)
+        except OSError:  # a file system without hard links
+            if not target.exists():
+                self.rename(source, target)
+        self.unlink(source)
 
     def unlink(self, path: Path) -> None:
         """Remove a file if it exists."""

@@ -9,7 +9,6 @@ a partial write when the file is opened next. All functions raise `reader_rag.er
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import uuid
 import zlib
@@ -29,6 +28,7 @@ from reader_rag.errors import (
     StoreWriteError,
 )
 from reader_rag.rag.stores.records import DocumentRecord, TenantSize
+from reader_rag.util.files import atomic_path
 
 FILE_NAME = "store.sqlite3"
 APPLICATION_ID = 0x52526167  # "RRag"; distinguishes a store from other SQLite databases
@@ -354,10 +354,8 @@ class StoreFile:
             StoreFile.open(folder).close()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _temporary(folder) as copy:
-                with contextlib.closing(sqlite3.connect(copy)) as database:
-                    self._database.backup(database)
-                copy.replace(target)
+            with atomic_path(target) as copy, contextlib.closing(sqlite3.connect(copy)) as database:
+                self._database.backup(database)
         except (OSError, sqlite3.Error) as error:
             raise StoreWriteError(f"the store cannot be copied to {folder} ({error})") from error
 
@@ -419,23 +417,8 @@ _REMEDY = "restore it from a backup, or delete it and ingest your documents agai
 
 def _publish_empty(folder: Path) -> None:
     """Make an empty store in one atomic step; a store that another process made first is kept."""
-    with _temporary(folder) as made:
-        with contextlib.closing(sqlite3.connect(made, isolation_level=None)) as database:
-            database.executescript(_SCHEMA)
-        target = folder / FILE_NAME
-        try:
-            os.link(made, target)
-        except FileExistsError:
-            return
-        except OSError:  # a file system without hard links
-            if not target.exists():
-                made.replace(target)
-
-
-@contextlib.contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    path = folder / f".store-{uuid.uuid4().hex}.tmp"
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+    with (
+        atomic_path(folder / FILE_NAME, keep_existing=True) as made,
+        contextlib.closing(sqlite3.connect(made, isolation_level=None)) as database,
+    ):
+        database.executescript(_SCHEMA)
