@@ -13,12 +13,14 @@ from reader_rag.draft.kernels import tree as kernels
 
 Int32 = NDArray[np.int32]
 
-SOURCES = ("context", "passage", "datastore", "successor")
+SOURCES = ("context", "passage", "datastore", "successor", "external")
 """Source names by the code that `DraftTree.sources` holds."""
 DATASTORE = 2
 """The code of nodes that were copied from the datastore."""
 SUCCESSOR = kernels.SUCCESSOR
-"""The code of nodes that were not copied: they have no position."""
+"""The code of nodes that only the successor table proposed: they have no position."""
+EXTERNAL = 4
+"""The code of nodes that a source from outside proposed: they have no position."""
 
 
 class DraftTree:
@@ -96,7 +98,7 @@ class DraftTree:
 
     @property
     def positions(self) -> Int32:
-        """int32 [nodes], position of the node's token in that corpus, by the longest match; -1 of a successor."""
+        """int32 [nodes], position of the node's token in that corpus, by the longest match; -1: it was not copied."""
         row: Int32 = self.fields[kernels.POSITION]
         return row
 
@@ -204,7 +206,7 @@ class DraftTree:
             node = stack.pop()
             indent, token = "  " * (int(self.depths[node]) - 1), show(int(self.tokens[node]))
             source = SOURCES[self.sources[node]]
-            if self.sources[node] != SUCCESSOR:
+            if self.positions[node] >= 0:
                 source += f"@{self.positions[node]}"
             yield (
                 f"{'+' if node in accepted else ' '} {indent}{token!r} p={self.probabilities[node]:.3f}"

@@ -1,100 +1,67 @@
-"""Drafters without training, replayed on the same recorded answers, and what copying could reach at best.
+"""Draft sources without training, replayed on the same recorded answers, and what copying could reach at best.
 
-Other people's, and our own chains, as engines verify them that take no tree.
+Other people's, and our own chains, as engines verify them that take no tree. Each is a small class behind the
+`DraftSource` protocol; the tables at the end name them.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from reader_rag.bench.inputs import Trace
 from reader_rag.draft.chains import ChainDrafter
 from reader_rag.draft.profile import Profile
+from reader_rag.draft.source import Budget, DraftSource, Proposal, RequestState, SourceFactory, Verified
 from reader_rag.draft.step_table import StepTable
-
-Candidates = tuple[Sequence[int], Sequence[int]]
-"""Drafted tokens and the index of each one's parent; -1: it follows the text. A parent comes before its children."""
+from reader_rag.draft.tree import DraftTree
 
 DEPTH = 40
 """Most tokens that an oracle copies in a step."""
+_MAX_NODES = 1024
 _NO_TOKEN = -1
-
-
-class Peer(Protocol):
-    """A drafter; serves one answer after the other: `start`, then `draft` and `extend` in turn, then `finish`."""
-
-    def start(self, prompt: Sequence[int]) -> None:
-        """Begin an answer.
-
-        Args:
-            prompt: Its tokens.
-        """
-
-    def draft(self, remaining: int) -> Candidates:
-        """What may come next.
-
-        Args:
-            remaining: Most tokens that the answer can still take; to draft more is useless, not wrong.
-
-        Returns:
-            Tokens and parents.
-        """
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append to the text.
-
-        Args:
-            tokens: What the last step emitted.
-        """
-
-    def finish(self) -> None:
-        """End the answer; what is kept of it is the peer's affair."""
 
 
 class PromptLookup:
     """Prompt lookup by transformers' own generator.
 
     Args:
-        most: Longest n-gram that is looked up; its first place with a continuation is copied.
+        most: Longest n-gram that is looked up; its first occurrence with a continuation is copied.
         width: Tokens of a draft.
     """
+
+    needs_hidden_states = False
 
     def __init__(self, most: int = 2, width: int = 10) -> None:
         import torch
         from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-        self._torch = torch
+        self._tensor = torch.tensor
         self._generator: Any = PromptLookupCandidateGenerator(num_output_tokens=width, max_matching_ngram_size=most)
 
-    def start(self, prompt: Sequence[int]) -> None:
-        """See `Peer`."""
-        self._text = self._torch.tensor([list(prompt)])
+    def propose(self, state: RequestState, budget: Budget) -> Proposal:
+        """Copy what follows the first occurrence of the last tokens; see `DraftSource.propose`."""
+        length = len(state.tokens)
+        self._generator.max_length = length + budget.max_depth
+        candidates, _ = self._generator.get_candidates(self._tensor(state.tokens[None].astype(np.int64)))
+        return Proposal.chain(candidates[0, length:].tolist())
 
-    def draft(self, remaining: int) -> Candidates:
-        """See `Peer`."""
-        length = self._text.shape[1]
-        self._generator.max_length = length + remaining
-        candidates, _ = self._generator.get_candidates(self._text)
-        return _chain(candidates[0, length:].tolist())
+    def observe(self, verified: Verified) -> None:
+        """Nothing is learned."""
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """See `Peer`."""
-        self._text = self._torch.cat([self._text, self._torch.tensor([list(tokens)])], dim=1)
-
-    def finish(self) -> None:
-        """See `Peer`."""
+    def forget(self) -> None:
+        """Nothing is kept."""
 
 
 class VllmNgram:
-    """vLLM's n-gram rule, restated: of the longest n-gram at the end that occurred before, copy after its first place.
+    """vLLM's n-gram rule, restated: of the longest n-gram at the end that occurred before, copy after its first
+    occurrence.
 
     Args:
         least: Shortest n-gram.
@@ -102,36 +69,36 @@ class VllmNgram:
         width: Tokens of a draft.
     """
 
+    needs_hidden_states = False
+
     def __init__(self, least: int = 2, most: int = 4, width: int = 10) -> None:
         self._least = least
         self._most = most
         self._width = width
+        self._length = 0
+        self._after: dict[tuple[int, ...], int] = {}  # by n-gram, where its first occurrence ends
 
-    def start(self, prompt: Sequence[int]) -> None:
-        """See `Peer`."""
-        self._text: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # by n-gram, where its first place ends
-        self.extend(prompt)
-
-    def draft(self, remaining: int) -> Candidates:
-        """See `Peer`."""
-        length = len(self._text)
+    def propose(self, state: RequestState, budget: Budget) -> Proposal:
+        """Copy what follows the first occurrence of the longest n-gram; see `DraftSource.propose`."""
+        tokens = state.tokens.tolist()
+        length = len(tokens)
+        for end in range(self._length + 1, length + 1):
+            for n in range(self._least, min(self._most, end) + 1):
+                self._after.setdefault(tuple(tokens[end - n : end]), end)
+        self._length = length
         for n in range(min(self._most, length), self._least - 1, -1):
-            after = self._after[tuple(self._text[-n:])]
+            after = self._after[tuple(tokens[-n:])]
             if after < length:
-                return _chain(self._text[after : after + min(self._width, remaining)])
-        return _chain([])
+                return Proposal.chain(tokens[after : after + min(self._width, budget.max_depth)])
+        return Proposal.chain([])
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """See `Peer`."""
-        for token in tokens:
-            self._text.append(token)
-            length = len(self._text)
-            for n in range(self._least, min(self._most, length) + 1):
-                self._after.setdefault(tuple(self._text[-n:]), length)
+    def observe(self, verified: Verified) -> None:
+        """Nothing is learned: `propose` indexes what is new."""
 
-    def finish(self) -> None:
-        """See `Peer`."""
+    def forget(self) -> None:
+        """Drop the request's n-grams."""
+        self._length = 0
+        self._after.clear()
 
 
 @dataclass(frozen=True)
@@ -169,38 +136,37 @@ class SuffixDecoding:
         ImportError: The library is not installed.
     """
 
+    needs_hidden_states = False
+
     def __init__(self, settings: SuffixSettings, *, warm: bool = False) -> None:
         library = importlib.import_module("arctic_inference.suffix_decoding")
         self._settings = settings
         self._cache = library.SuffixDecodingCache(settings.depth, max_cached_requests=-1 if warm else 0)
-        self._requests = itertools.count()
+        self._request, self._started = 0, False
 
-    def start(self, prompt: Sequence[int]) -> None:
-        """See `Peer`."""
-        self._request = next(self._requests)
-        self._cache.start_request(self._request, list(prompt))
-        self._end = list(prompt[-self._settings.depth :])
-
-    def draft(self, remaining: int) -> Candidates:
-        """See `Peer`."""
+    def propose(self, state: RequestState, budget: Budget) -> Proposal:
+        """The library's draft; see `DraftSource.propose`."""
+        if not self._started:
+            self._cache.start_request(self._request, state.tokens.tolist())
+            self._started = True
         draft = self._cache.speculate(
             self._request,
-            self._end,
+            state.tokens[-self._settings.depth :].tolist(),
             max_spec_tokens=self._settings.width,
             max_spec_factor=self._settings.factor,
             min_token_prob=self._settings.min_probability,
             use_tree_spec=self._settings.tree,
         )
-        return draft.token_ids, draft.parents
+        return Proposal(draft.token_ids, draft.parents, np.log(np.maximum(draft.probs, 1e-12)))
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """See `Peer`."""
-        self._cache.add_active_response(self._request, list(tokens))
-        self._end = [*self._end, *tokens][-self._settings.depth :]
+    def observe(self, verified: Verified) -> None:
+        """Append the emitted tokens; see `DraftSource.observe`."""
+        self._cache.add_active_response(self._request, list(verified.tokens))
 
-    def finish(self) -> None:
-        """See `Peer`."""
+    def forget(self) -> None:
+        """End the request; a warm cache keeps its answer."""
         self._cache.stop_request(self._request)
+        self._request, self._started = self._request + 1, False
 
 
 class ReaderChain:
@@ -211,38 +177,36 @@ class ReaderChain:
         profile: What is known of the model beforehand.
     """
 
+    needs_hidden_states = False
+
     def __init__(self, width: int, profile: Profile | None = None) -> None:
         prior = profile.tokens if profile is not None else None
         self._drafter = ChainDrafter(1, width, _FREE, prior=prior, threads=1)
         self._row = np.zeros(1, np.int64)
+        self._emitted = 0
 
-    def start(self, prompt: Sequence[int]) -> None:
-        """See `Peer`."""
+    def propose(self, state: RequestState, budget: Budget) -> Proposal:
+        """The chain of a batch of one row; see `DraftSource.propose`."""
+        lengths, emitted, limits = np.array([[len(state.tokens)], [self._emitted], [budget.max_depth]])
+        chains, verified = self._drafter.draft(state.tokens[None], self._row, lengths, emitted, limits)
+        return Proposal.chain(chains[0, : verified[0]].tolist())
+
+    def observe(self, verified: Verified) -> None:
+        """Note how many tokens are new; see `DraftSource.observe`."""
+        self._emitted = len(verified.tokens)
+
+    def forget(self) -> None:
+        """Drop the request."""
         self._drafter.forget()
-        self._text = np.array([prompt], np.int32)
-        self._came = 0
-
-    def draft(self, remaining: int) -> Candidates:
-        """See `Peer`."""
-        lengths, came, limits = np.array([[self._text.shape[1]], [self._came], [remaining]])
-        chains, verified = self._drafter.draft(self._text, self._row, lengths, came, limits)
-        return _chain(chains[0, : verified[0]].tolist())
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """See `Peer`."""
-        self._text = np.append(self._text, np.array([tokens], np.int32), axis=1)
-        self._came = len(tokens)
-
-    def finish(self) -> None:
-        """See `Peer`."""
+        self._emitted = 0
 
 
 _FREE = StepTable((1,), (0, 1), ((1.0, 1.0),))
 """Steps that take the same however much is drafted."""
 _CHAINS = (4, 8, 10, 16)
 
-RULES: Mapping[str, Callable[[], Peer]] = {"prompt-lookup": PromptLookup, "vllm-ngram": VllmNgram}
-SUFFIX_DECODING: Mapping[str, Callable[[], Peer]] = {
+RULES: Mapping[str, SourceFactory] = {"prompt-lookup": PromptLookup, "vllm-ngram": VllmNgram}
+SUFFIX_DECODING: Mapping[str, SourceFactory] = {
     "suffix-decoding": lambda: SuffixDecoding(SuffixSettings()),
     "suffix-decoding tuned tree": lambda: SuffixDecoding(TUNED_TREE),
     "suffix-decoding, warm": lambda: SuffixDecoding(SuffixSettings(), warm=True),
@@ -259,7 +223,7 @@ def replay_peers(
 
     Args:
         traces: The answers. A warm peer has seen the earlier ones of the same category.
-        progress: Told what is about to run.
+        progress: Called with the name of what runs next.
         profile: What is known of the model beforehand, for our own chains.
 
     Returns:
@@ -268,7 +232,7 @@ def replay_peers(
     categories: dict[str, list[Trace]] = defaultdict(list)
     for trace in traces:
         categories[trace.category].append(trace)
-    peers: dict[str, Callable[[], Peer]] = {
+    peers: dict[str, SourceFactory] = {
         **RULES,
         **{f"reader chain of {width}": partial(ReaderChain, width, profile) for width in _CHAINS},
     }
@@ -279,7 +243,7 @@ def replay_peers(
     except ImportError as cause:
         notes.append(f"SuffixDecoding is left out ({cause}): pip install reader-rag[peers]")
     counts: dict[str, Callable[[Sequence[Trace]], int]] = {
-        **{name: partial(_peer_steps, make) for name, make in peers.items()},
+        **{name: partial(_source_steps, make) for name, make in peers.items()},
         **{name: partial(_oracle_steps, matches) for name, matches in ORACLES.items()},
     }
     results: dict[str, dict[str, float]] = {}
@@ -333,30 +297,32 @@ def _oracle_steps(after_match: bool, traces: Iterable[Trace]) -> int:
     return sum(best_copy_steps(trace, after_match=after_match) for trace in traces)
 
 
-def _peer_steps(make: Callable[[], Peer], traces: Iterable[Trace]) -> int:
-    peer = make()
-    return sum(_steps(peer, trace) for trace in traces)
+def _source_steps(make: SourceFactory, traces: Iterable[Trace]) -> int:
+    source = make()
+    return sum(_steps(source, trace) for trace in traces)
 
 
-def _steps(peer: Peer, trace: Trace) -> int:
+def _steps(source: DraftSource, trace: Trace) -> int:
     """The steps of an answer; the first drafts from the prompt's end."""
-    peer.start(trace.prompt)
+    text = np.array([*trace.prompt, *trace.output], np.int32)
     emitted = steps = 0
     while emitted < len(trace.output):
         ahead = trace.output[emitted:]
-        tokens = ahead[: _accepted(peer.draft(len(ahead)), ahead) + 1]
-        peer.extend(tokens)
+        state = RequestState(text[: len(trace.prompt) + emitted], len(trace.prompt))
+        accepted = _accepted(source.propose(state, Budget(_MAX_NODES, len(ahead))), ahead)
+        tokens = tuple(ahead[: accepted + 1])
+        source.observe(Verified(tokens, accepted))
         emitted += len(tokens)
         steps += 1
-    peer.finish()
+    source.forget()
     return steps
 
 
-def _accepted(candidates: Candidates, ahead: Sequence[int]) -> int:
+def _accepted(proposal: Proposal | DraftTree, ahead: Sequence[int]) -> int:
     """How many tokens to come are on a path from the root."""
     nodes: dict[tuple[int, int], int] = {}
-    for node, (token, parent) in enumerate(zip(*candidates, strict=True)):
-        nodes.setdefault((parent, token), node)
+    for node, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True)):
+        nodes.setdefault((int(parent), int(token)), node)
     at = -1
     for count, token in enumerate(ahead):
         found = nodes.get((at, token))
@@ -364,7 +330,3 @@ def _accepted(candidates: Candidates, ahead: Sequence[int]) -> int:
             return count
         at = found
     return len(ahead)
-
-
-def _chain(tokens: Sequence[int]) -> Candidates:
-    return tokens, range(-1, len(tokens) - 1)

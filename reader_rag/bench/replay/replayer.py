@@ -15,14 +15,17 @@ from reader_rag.bench.inputs import Trace
 from reader_rag.config import DatastoreConfig
 from reader_rag.datastore import Datastore
 from reader_rag.draft import SOURCES, Calibration, ContextIndex, DraftTree, Occurrence, SuccessorTable, TreeBuilder
+from reader_rag.draft.builtin_sources import BuiltinSource
 from reader_rag.draft.profile import Profile
+from reader_rag.draft.source import Budget, RequestState, Verified
 from reader_rag.draft.tree import DATASTORE, SUCCESSOR
-from reader_rag.draft.tree_builder import NO_CANDIDATES
 from reader_rag.engine.datastore_lookup import RequestLookup
 from reader_rag.errors import ConfigError
 
 KNOWN_SOURCES = ("context", "successor")
 _RECALL = DatastoreConfig()
+_UNBOUNDED = Budget(1024, 1024)
+"""Replays are bounded by the builder alone."""
 BINS = 20
 """Of the reliability diagram."""
 
@@ -193,23 +196,22 @@ class Replayer:
         """
         if not self.config.warm:
             self._forget()
-        drafters = self._drafters(trace)
+        sources = self._sources(trace)
         text = np.array([*trace.prompt, *trace.output], np.int32)
         best = self._best.get(trace.id)
-        learned = emitted = 0
+        if best is not None:  # the prompt's last token is the first step's root
+            self.successors.learn_text(text, 0, best[: len(trace.prompt) - 1])
+        emitted = 0
         steps = []
         while emitted < len(trace.output):
-            # The passes so far have computed the logits of all positions before the last token.
-            length = len(trace.prompt) + emitted
-            if best is not None:
-                self.successors.learn_text(text, learned, best[learned : length - 1])
-                learned = length - 1
+            length, ahead = len(trace.prompt) + emitted, trace.output[emitted:]
+            state = RequestState(text[:length], len(trace.prompt))
             started = time.perf_counter()
-            trees = [drafter.build() for drafter in drafters]
+            trees = [source.propose(state, _UNBOUNDED) for source in sources]
             tally.microseconds.append((time.perf_counter() - started) * 1e6)
-            best_of, path = _best_path(trees, trace.output[emitted:])
-            tree, index = trees[best_of], drafters[best_of].index
-            tokens = trace.output[emitted : emitted + len(path) + 1]
+            best_of, path = _best_path(trees, ahead)
+            tree, index = trees[best_of], sources[best_of].index
+            tokens = tuple(ahead[: len(path) + 1])
             tally.accepted.update(SOURCES[int(tree.sources[node])] for node in path)
             tally.judge(tree, path, ended=len(path) == len(tokens))
             tally.steps += 1
@@ -220,65 +222,51 @@ class Replayer:
                 else None
                 for node in path
             )
-            steps.append(Step(emitted, tree, tuple(path), tuple(tokens), places))
-            for drafter in drafters:
-                drafter.follow(tokens)
+            steps.append(Step(emitted, tree, tuple(path), tokens, places))
             emitted += len(tokens)
+            # A last step teaches nothing: no step follows it.
+            known = best if emitted < len(trace.output) else None
+            rows = None if known is None else known[length - 1 : length + len(path)]
+            for source in sources:
+                source.observe(Verified(tokens, len(path), rows))
+        for source in sources:
+            source.forget()
         tally.prompts += 1
         tally.tokens += len(trace.output)
         return steps
 
-    def _drafters(self, trace: Trace) -> list[_Drafter]:
-        """One drafter, or one for each source where they are not merged."""
-        nothing = SuccessorTable(0)
+    def _sources(self, trace: Trace) -> list[BuiltinSource]:
+        """One source of all parts, or one for each part where they are not merged."""
         active = self.config.sources
         if trace.id not in self._best:
             active = tuple(source for source in active if source != "successor")
         if self._datastore is not None:
             active = (*active, "datastore")
         together = [active] if self.config.merges or not active else [(source,) for source in active]
-        drafters = []
-        for sources in together:
-            builder = TreeBuilder(
-                max_nodes=max(self.config.nodes // max(len(together), 1), 1),
-                min_probability=self.config.min_probability,
-                max_occurrences=256 if "context" in sources else 1,
-                max_candidates=2 * _RECALL.max_places,
-                successors=self.successors if "successor" in sources else nothing,
-                calibration=self.calibration,
-            )
-            copies = "context" in sources
-            index = ContextIndex(trace.prompt, reserve=len(trace.output), max_occurrences=256 if copies else 0)
-            for passage in trace.passages if copies else ():
-                if passage.stop is not None:
-                    index.mark_passage(passage.id, passage.start, passage.stop)
-                else:
-                    index.add_passage(passage.id, passage.tokens)
-            recollection = None
-            if self._datastore is not None and "datastore" in sources:
-                recollection = RequestLookup(self._datastore, "", _RECALL)
-                recollection.extend(trace.prompt)
-            drafters.append(_Drafter(builder, index, recollection))
-        return drafters
+        nodes = max(self.config.nodes // max(len(together), 1), 1)
+        return [self._source(trace, parts, nodes) for parts in together]
 
-
-@dataclass(frozen=True)
-class _Drafter:
-    """A builder and what it searches."""
-
-    builder: TreeBuilder
-    index: ContextIndex
-    recollection: RequestLookup | None
-
-    def build(self) -> DraftTree:
-        candidates = NO_CANDIDATES if self.recollection is None else self.recollection.look_up()
-        return self.builder.build(self.index, candidates=candidates)
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        self.builder.observe(tokens)
-        self.index.extend(tokens)
-        if self.recollection is not None:
-            self.recollection.extend(tokens)
+    def _source(self, trace: Trace, parts: Sequence[str], nodes: int) -> BuiltinSource:
+        """A source of some of "context", "successor" and "datastore"."""
+        copies = "context" in parts
+        successors = self.successors if "successor" in parts else None
+        builder = TreeBuilder(
+            max_nodes=nodes,
+            min_probability=self.config.min_probability,
+            max_occurrences=256 if copies else 1,
+            max_candidates=2 * _RECALL.max_places,
+            successors=successors,
+            calibration=self.calibration,
+        )
+        index = ContextIndex(trace.prompt, reserve=len(trace.output), max_occurrences=256 if copies else 0)
+        for passage in trace.passages if copies else ():
+            if passage.stop is not None:
+                index.mark_passage(passage.id, passage.start, passage.stop)
+            else:
+                index.add_passage(passage.id, passage.tokens)
+        searched = self._datastore if "datastore" in parts else None
+        lookup = None if searched is None else RequestLookup(searched, "", _RECALL)
+        return BuiltinSource(builder, index, successors, lookup)
 
 
 def _best_path(trees: Sequence[DraftTree], ahead: Sequence[int]) -> tuple[int, list[int]]:

@@ -1,0 +1,79 @@
+"""BuiltinSource: context copies, passages, successors, profile and datastore behind the `DraftSource` protocol.
+
+They are one source, not five whose trees are merged: `TreeBuilder` grows the tree of all of them in one compiled call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from reader_rag.draft.context_index import ContextIndex
+from reader_rag.draft.source import Budget, RequestState, Verified
+from reader_rag.draft.successor_table import SuccessorTable
+from reader_rag.draft.tree import DraftTree
+from reader_rag.draft.tree_builder import NO_CANDIDATES, DatastoreCandidates, TreeBuilder
+
+
+class Lookup(Protocol):
+    """A datastore as one request searches it."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Follow tokens of the request.
+
+        Args:
+            tokens: Those after the ones followed so far.
+        """
+
+    def look_up(self) -> DatastoreCandidates:
+        """What the datastore holds behind positions like the request's end."""
+
+
+class BuiltinSource:
+    """Proposes from the parts that it is given; a part that is missing proposes nothing.
+
+    Args:
+        builder: Grows the trees; has the successor table, with the profile as its prior.
+        index: Prompt, output and passages.
+        successors: The builder's table, where this source is to update it; None: somebody else does, or nobody.
+        lookup: The datastore; None: there is none.
+
+    Attributes:
+        index: As given; it follows the emitted tokens.
+    """
+
+    needs_hidden_states = False
+
+    def __init__(
+        self,
+        builder: TreeBuilder,
+        index: ContextIndex,
+        successors: SuccessorTable | None = None,
+        lookup: Lookup | None = None,
+    ) -> None:
+        self.index = index
+        self._builder = builder
+        self._successors = successors
+        self._lookup = lookup
+        if lookup is not None:
+            lookup.extend(index.sequence.tolist())
+
+    def propose(self, state: RequestState, budget: Budget) -> DraftTree:
+        """The best tree of all parts; see `DraftSource.propose`."""
+        candidates = NO_CANDIDATES if self._lookup is None else self._lookup.look_up()
+        tree = self._builder.build(self.index, candidates=candidates, max_depth=budget.max_depth)
+        return tree.head(budget.max_nodes)
+
+    def observe(self, verified: Verified) -> None:
+        """Follow the emitted tokens, count which nodes were accepted, learn successors; see `DraftSource.observe`."""
+        self._builder.observe(verified.tokens)
+        root = len(self.index) - 1
+        self.index.extend(verified.tokens)
+        if self._lookup is not None:
+            self._lookup.extend(verified.tokens)
+        if self._successors is not None and verified.best is not None:
+            self._successors.learn_text(self.index.sequence, root, verified.best)
+
+    def forget(self) -> None:
+        """Nothing is kept of a request but what the table and the calibration learned."""
+        self._lookup = None

@@ -1,0 +1,142 @@
+"""The protocol of draft sources: whatever proposes tokens that the target then verifies.
+
+A source cannot change an answer, only how many steps it takes: the target verifies every proposed token.
+
+    class Repeat:
+        needs_hidden_states = False
+
+        def propose(self, state, budget):  # the last three tokens, once more
+            return Proposal.chain(state.tokens[-3:].tolist()[: budget.max_depth])
+
+        def observe(self, verified): ...
+
+        def forget(self): ...
+
+    engine = Engine(model, tokenizer, draft_sources=[Repeat])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reader_rag.draft.tree import DraftTree
+
+
+@dataclass(frozen=True, eq=False)
+class RequestState:
+    """What a source proposes for.
+
+    Attributes:
+        tokens: int32 [length], prompt and answer so far; a view that is valid during the call, not to be written.
+        prompt_length: How many of them are the prompt's.
+        tenant: Whose request it is. What is learned from one tenant's text must not be proposed to another.
+    """
+
+    tokens: NDArray[np.int32]
+    prompt_length: int
+    tenant: str = ""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a source may propose.
+
+    Attributes:
+        max_nodes: Most nodes of a proposal; one with more is refused.
+        max_depth: Most tokens on a path; deeper nodes are dropped.
+    """
+
+    max_nodes: int
+    max_depth: int
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A tree of tokens that may come next.
+
+    Attributes:
+        tokens: int [nodes], token ids.
+        parents: int [nodes], the index of each one's parent, -1: it follows the sequence. A parent comes before its
+            children.
+        logprobs: float [nodes], natural logarithm of the estimated probability that the target emits the token, given
+            its parent; at most 0. They decide which nodes are verified, so they should be true on average.
+    """
+
+    tokens: Sequence[int] | NDArray[np.integer]
+    parents: Sequence[int] | NDArray[np.integer]
+    logprobs: Sequence[float] | NDArray[np.floating]
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], probability: float = 0.5) -> Proposal:
+        """A proposal without branches.
+
+        Args:
+            tokens: The tokens of the path; none: nothing is proposed.
+            probability: Of each token, given those before.
+        """
+        return cls(tokens, np.arange(-1, len(tokens) - 1), np.full(len(tokens), np.log(probability)))
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """What the target emitted in a step.
+
+    Attributes:
+        tokens: The emitted tokens: those of the accepted path, then one that the target chose itself.
+        accepted: How many of them were drafted, by any source.
+        best: int32 [accepted + 1, 8], the target's best next tokens at the sequence's last token and at each accepted
+            one, the best first; None where the engine did not compute them.
+        hidden_states: A handle to the target's hidden states at the same positions, for a source that declares
+            `needs_hidden_states`; its type is between the engine and the source. None for all others.
+    """
+
+    tokens: tuple[int, ...]
+    accepted: int
+    best: NDArray[np.int32] | None = None
+    hidden_states: object | None = None
+
+
+class DraftSource(Protocol):
+    """Proposes tokens for one request at a time, on the thread that decodes.
+
+    A step calls `propose`, and `observe` with what the target emitted; `propose` is left out in steps that are made
+    without a draft. `forget` follows the last step. An error in any of them, or a proposal that is not valid, switches
+    the source off for the request, with one warning; the answer goes on.
+
+    Attributes:
+        needs_hidden_states: Whether `Verified.hidden_states` is wanted.
+    """
+
+    @property
+    def needs_hidden_states(self) -> bool: ...
+
+    def propose(self, state: RequestState, budget: Budget) -> Proposal | DraftTree:
+        """Propose what may follow the request's tokens.
+
+        Args:
+            state: The request.
+            budget: Most nodes, and most tokens on a path.
+
+        Returns:
+            A tree; one without nodes proposes nothing.
+        """
+
+    def observe(self, verified: Verified) -> None:
+        """Learn from what the target emitted.
+
+        Args:
+            verified: The emitted tokens. The next `RequestState.tokens` ends with them.
+        """
+
+    def forget(self) -> None:
+        """Drop what is kept of the request: it has ended."""
+
+
+SourceFactory = Callable[[], DraftSource]
+"""Makes the source of one request; a class without arguments is one. What is to be shared between requests, such as a
+model, belongs to the factory."""
