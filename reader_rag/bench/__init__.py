@@ -1,1 +1,1 @@
-"""Benchmarks: what a figure in the documentation was printed by."""
+"""Benchmarks: the commands that print the figures of the documentation."""

@@ -1,4 +1,4 @@
-"""Prompts and traces that benchmarks run on."""
+"""Prompts and recorded answers (traces) for benchmarks."""
 
 from __future__ import annotations
 
@@ -63,13 +63,22 @@ def read_prompts(path: Path, categories: Sequence[str] = (), limit: int | None =
 
 
 def read_traces(path: Path, categories: Sequence[str] = (), limit: int | None = None) -> list[Trace]:
-    """The answers of a trace file; arguments and errors as in `read_prompts`."""
+    """The answers of a trace file; empty ones are left out.
+
+    Args:
+        path: The file.
+        categories: Keep these; none: all.
+        limit: Most answers of each category; None: all.
+
+    Raises:
+        ConfigError: The file cannot be read, a line is not of that form, or nothing is left.
+    """
     traces = [trace for trace in _rows(path, ("id", "category", "prompt", "output"), _trace) if trace.output]
     return _selected(traces, path, categories, limit)
 
 
 def _rows(path: Path, fields: Sequence[str], make: Callable[[dict[str, Any]], _Row]) -> Iterator[_Row]:
-    """What `make` makes of each line."""
+    """Each line of a file, converted by `make`; `fields` are named in errors."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as cause:
@@ -86,7 +95,7 @@ def _rows(path: Path, fields: Sequence[str], make: Callable[[dict[str, Any]], _R
 
 def _prompt(row: dict[str, Any]) -> BenchPrompt:
     if not isinstance(row["turns"], list) or not row["turns"]:
-        raise ValueError("turns is no list of texts")
+        raise ValueError("turns is not a list of texts")
     return BenchPrompt(str(row["id"]), str(row["category"]), str(row["turns"][0]))
 
 
@@ -106,7 +115,7 @@ def _trace(row: dict[str, Any]) -> Trace:
 def _token_ids(values: Sequence[Any]) -> tuple[int, ...]:
     for value in values:
         if type(value) is not int or not 0 <= value < 1 << 31:
-            raise ValueError(f"{value!r} is no token id")
+            raise ValueError(f"{value!r} is not a token id")
     return tuple(values)
 
 
@@ -119,5 +128,5 @@ def _selected(rows: list[_Row], path: Path, categories: Sequence[str], limit: in
     for category in categories or known:
         kept += [row for row in rows if row.category == category][:limit]
     if not kept:
-        raise ConfigError(f"{path} has nothing to run")
+        raise ConfigError(f"{path} has no usable line")
     return kept

@@ -1,4 +1,4 @@
-"""The runs of one method, each with the memory that it took."""
+"""Runs of one method with their peak memory."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ RunType = TypeVar("RunType")
 
 
 class PeakMemory:
-    """The most memory held since `reset`: CUDA's own count on a GPU, else the process's resident high-water mark.
+    """The peak memory since `reset`: CUDA's count on a GPU, else the process's highest resident size.
 
     Args:
-        device: Where the model runs.
+        device: The model's device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def reset(self) -> None:
-        """Start anew."""
+        """Start to measure."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif _CLEAR.exists():
-            # "5" sets the high-water mark to what is resident now; a sandbox may forbid it, and then the peak of the
-            # whole process is what is reported.
+            # "5" resets the highest resident size to the present one. Where a sandbox forbids it, the peak of the whole
+            # process is reported.
             try:
                 _CLEAR.write_text("5")
             except OSError:
                 return
 
     def peak_mb(self) -> float | None:
-        """Megabytes (1e6 bytes), or None where the system does not tell."""
+        """Megabytes (1e6 bytes); None where the system does not report them."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) / 1e6
         if not _STATUS.exists():
@@ -56,7 +56,12 @@ class Measured(Generic[RunType]):
     peaks: list[float] = field(default_factory=list)
 
     def add(self, run: Callable[[], RunType], memory: PeakMemory) -> None:
-        """Run once more."""
+        """Run once more, and record the peak memory.
+
+        Args:
+            run: The run.
+            memory: Measures its memory.
+        """
         memory.reset()
         self.runs.append(run())
         peak = memory.peak_mb()
@@ -65,5 +70,5 @@ class Measured(Generic[RunType]):
 
     @property
     def peak_mb(self) -> float | None:
-        """Most megabytes of any run; None where the system does not tell."""
+        """Peak memory of all runs in megabytes (1e6 bytes); None where the system does not report it."""
         return round(max(self.peaks), 1) if self.peaks else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -31,6 +31,28 @@ def print_report(report: Mapping[str, Any], as_json: bool, show: Callable[[Any],
         typer.echo(json.dumps(report, indent=1))
     else:
         show(report)
+
+
+def print_table(
+    title: str | None, headings: Sequence[str], rows: Iterable[Sequence[Any]], *, to_error: bool = False
+) -> None:
+    """Print a table.
+
+    Args:
+        title: Stands above it; None: no title.
+        headings: One for each column; columns after the first are aligned right.
+        rows: A cell for each column: text, a number, or None for what was not measured.
+        to_error: Print to standard error.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*("-" if cell is None else cell if isinstance(cell, str) else f"{cell:g}" for cell in row))
+    Console(stderr=to_error).print(table)
 
 
 def ratio_line(name: str, ratio: Mapping[str, float | None]) -> str | None:

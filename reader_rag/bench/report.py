@@ -17,7 +17,7 @@ from reader_rag.engine.engine import Engine
 
 
 def ratio(ours: float, theirs: float) -> float | None:
-    """How many times as fast; None where nothing was measured."""
+    """The ratio of two speeds; None where one was not measured."""
     return ours / theirs if ours and theirs else None
 
 
@@ -25,8 +25,8 @@ def summary_of_ratios(each: Sequence[float], total: float | None) -> dict[str, f
     """The row of a report.
 
     Args:
-        each: How much faster on each prompt or group.
-        total: And over all tokens.
+        each: Ratio of speeds on each prompt or group of prompts.
+        total: Ratio of speeds over all tokens.
     """
     if not each or total is None:
         return {"median": None, "min": None, "max": None, "total": None}
@@ -35,13 +35,19 @@ def summary_of_ratios(each: Sequence[float], total: float | None) -> dict[str, f
 
 
 def different(ids: Sequence[str], ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """For how many prompts tokens were compared, and for which they differ."""
+    """The number of prompts that were compared, and the ids of those whose tokens differ.
+
+    Args:
+        ids: Ids of the prompts.
+        ours: Tokens of each prompt by one method.
+        theirs: Tokens of each prompt by the other.
+    """
     differing = [one for one, a, b in zip(ids, ours, theirs, strict=True) if a != b]
     return {"compared": len(ids), "different": differing}
 
 
 def machine(engine: Engine) -> dict[str, Any]:
-    """What a figure must be read with: device, types, threads, versions."""
+    """What a figure depends on: model, type, device, threads, versions."""
     device = engine.target.device
     return {
         "model": engine.name,
@@ -62,7 +68,7 @@ def machine(engine: Engine) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor, as the system calls it."""
+    """The name of the processor."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

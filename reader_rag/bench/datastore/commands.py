@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from reader_rag.bench import options
-from reader_rag.bench.output import print_report, progress
+from reader_rag.bench.output import print_report, print_table, progress
 
 
 def datastore(
@@ -51,17 +51,12 @@ def datastore(
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"datastores of a vocabulary of {report['vocabulary']} tokens")
-    table.add_column("")
-    for row in report["rows"]:
-        table.add_column(f"{row['tokens'] / 1e6:g} M tokens", justify="right")
-    shown = [_measured(row) for row in report["rows"]]
-    for name in shown[0]:
-        table.add_row(name, *("-" if row[name] is None else f"{row[name]:g}" for row in shown))
-    Console().print(table)
+    columns = [_measured(row) for row in report["rows"]]
+    print_table(
+        f"datastores of a vocabulary of {report['vocabulary']} tokens",
+        ["", *(f"{row['tokens'] / 1e6:g} M tokens" for row in report["rows"])],
+        ([name, *(column[name] for column in columns)] for name in columns[0]),
+    )
 
 
 def _measured(row: dict[str, Any]) -> dict[str, float | None]:

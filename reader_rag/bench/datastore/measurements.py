@@ -1,8 +1,8 @@
-"""What the long-term datastore costs by its size: sorting, bytes, opening, memory, and the time of a search.
+"""Costs of a datastore by its size: sorting, bytes, opening, memory, and the time of a search.
 
-The text is that of `texts`, one document a file, in the default model's tokens. Every hundredth document is held out:
-it is followed token by token, as an answer is that nobody has written before. Documents of the store are followed in
-the same way: answers that are copies.
+The text is that of `texts`, one document for each file, in the default model's tokens. Every hundredth document is held
+out and followed token by token, like an answer that is new. Documents of the datastore are followed in the same way,
+like answers that are copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUERIES = 4000
 _CONTEXT = 64
 _NODES = 64
 _BATCH = 4_000_000
-"""Characters that are tokenised at once."""
+"""Characters that are tokenised in one call."""
 
 _OPENING = """
 import json, sys, time
@@ -64,15 +64,20 @@ class Texts:
     """Tokenised documents.
 
     Attributes:
-        tokens: int32, one document after the other.
-        ends: int64, where each ends.
+        tokens: int32 [tokens], the documents one after the other.
+        ends: int64 [documents], index behind the last token of each.
     """
 
     tokens: NDArray[np.int32]
     ends: NDArray[np.int64]
 
     def documents(self, *, held_out: bool, most: int) -> Iterator[tuple[str, NDArray[np.int32]]]:
-        """(name, tokens) of those that are held out, or of the others, up to so many tokens."""
+        """(name, tokens) of documents.
+
+        Args:
+            held_out: Whether those that are held out are wanted, or the others.
+            most: Most tokens in all; the last document is cut.
+        """
         total = 0
         for k, end in enumerate(self.ends.tolist()):
             if (k % _HELD_OUT == 0) != held_out:
@@ -85,12 +90,12 @@ class Texts:
 
 
 def installed_text(most: int, folder: Path, say: Callable[[str], None] = lambda _: None) -> Texts:
-    """The text that is found on this machine, tokenised; kept in `folder` for the next run.
+    """The text of this machine, tokenised; kept in `folder` for the next run.
 
     Args:
         most: Tokens wanted; there may be fewer.
-        folder: Where it is kept.
-        say: Told how far it is.
+        folder: Folder of the file.
+        say: Called with lines about progress.
     """
     kept = folder / f"text-{most}.npz"
     if kept.exists():
@@ -127,7 +132,7 @@ def installed_text(most: int, folder: Path, say: Callable[[str], None] = lambda 
 
 
 def widened(text: Texts) -> Texts:
-    """The same text in a vocabulary of 17 bits: tokens behind one of an odd id become others."""
+    """The same text in a vocabulary of 17 bits: 2**16 is added to each token that follows an odd one."""
     before = np.concatenate([np.zeros(1, np.int32), text.tokens[:-1]])
     return Texts(text.tokens + (before & 1).astype(np.int32) * (1 << 16), text.ends)
 
@@ -136,11 +141,12 @@ def follow(searcher: Searcher, contexts: NDArray[np.int32]) -> tuple[list[float]
     """Search behind the last token of each context.
 
     Args:
-        searcher: What is searched.
+        searcher: Searches the documents.
         contexts: int32 [queries, 65].
 
     Returns:
-        Microseconds of a step (one token, then the search), the longest matches, and the places found.
+        For each query microseconds of a step (one token, then the search), the longest match, and the number of
+        occurrences found.
     """
     cursor = searcher.cursor()
     times, lengths, places = [], [], []
@@ -160,11 +166,11 @@ def draft(searcher: Searcher, contexts: NDArray[np.int32]) -> list[float]:
     """Draft behind the last token of each context, from the context and the datastore.
 
     Args:
-        searcher: What is searched.
+        searcher: Searches the documents.
         contexts: int32 [queries, 65].
 
     Returns:
-        Microseconds of a step: one token, the search, the tree of up to 64 nodes.
+        For each query microseconds of a step: one token, the search, the tree of up to 64 nodes.
     """
     cursor = searcher.cursor()
     builder = TreeBuilder(max_nodes=_NODES, max_candidates=cursor.all_matches.shape[1])
@@ -194,11 +200,11 @@ def measure_datastore(
         text: Tokens of the vocabulary.
         sizes: Tokens of each datastore.
         vocabulary: Number of token ids.
-        folder: Where they are built, one beside the other; each is built once and found again by the next run.
-        say: Told how far it is.
+        folder: Folder of the datastores; one that is there is not built again.
+        say: Called with lines about progress.
 
     Returns:
-        For each size, see docs/datastore.md.
+        A row for each size; docs/datastore.md explains the figures.
     """
     rows = []
     for size in sizes:
@@ -278,14 +284,14 @@ def _sort_time(segments: Sequence[Any]) -> float:
 
 
 def _contexts(tokens: NDArray[np.int32], random: np.random.Generator) -> NDArray[np.int32]:
-    """int32 [queries, 65], stretches from anywhere in a text."""
+    """int32 [queries, 65], spans from random places of a text."""
     starts = random.integers(0, max(len(tokens) - _CONTEXT, 1), _QUERIES)
     found: NDArray[np.int32] = tokens[np.minimum(starts[:, None] + np.arange(_CONTEXT + 1), len(tokens) - 1)]
     return found
 
 
 def _open_elsewhere(place: Path, vocabulary: int, folder: Path, contexts: NDArray[np.int32]) -> list[float]:
-    """Milliseconds of opening in a new process that has searched before, and megabytes that became resident."""
+    """Milliseconds of opening in a new process with compiled loops, and megabytes that became resident."""
     np.save(folder / "contexts.npy", contexts)
     command = [
         *(sys.executable, "-c", _OPENING),

@@ -1,4 +1,4 @@
-"""Text that is found on any machine, for benches that need a lot of it: the files of installed packages."""
+"""Large amounts of text that any machine has: the files of installed packages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 _KINDS = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".c", ".cpp", ".html", ".js", ".ts"}
 _SYSTEM = ("/usr/share", "/usr/include", "/usr/lib")
 _LEAST, _MOST = 1_000, 1_000_000
-"""Bytes of a file that counts; longer ones are tables of data."""
+"""Least and most bytes of a file that is used; longer ones are tables of data."""
 
 
 def text_files() -> list[Path]:
-    """Sources and docs of the packages of this Python and of the system, in an order that mixes them, always the same.
+    """Sources and docs of the packages of this Python and of the system, shuffled by a fixed seed.
 
     Returns:
         Absolute paths, each once.
@@ -35,7 +35,7 @@ def text_files() -> list[Path]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """(path, text) of each of `text_files` that is text of a plausible size and not a copy of one before."""
+    """(path, text) of each of `text_files` that is UTF-8 of a usable size and not a copy of an earlier one."""
     seen: set[bytes] = set()
     for path in text_files():
         try:

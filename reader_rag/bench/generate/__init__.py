@@ -1,1 +1,1 @@
-"""Speed and exactness of whole answers."""
+"""Speed, memory and exactness of whole answers by several decoding methods."""

@@ -1,19 +1,17 @@
-"""`reader-rag bench generate --batch`: decoding methods side by side, several prompts at once."""
+"""`reader-rag bench generate --batch`: decoding methods with several prompts at once."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from reader_rag.bench.generate.methods import Clock, Task, asked_for, cache_bytes, shortened
-from reader_rag.bench.measured import Measured, PeakMemory
-from reader_rag.bench.report import different, machine, ratio, summary_of_ratios
+from reader_rag.bench.generate.methods import Clock, Task, cache_bytes, request_of, shortened
+from reader_rag.bench.generate.runs import Run, Runs, make_report
+from reader_rag.bench.measured import PeakMemory
 from reader_rag.config import BatchConfig
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.observer import Load, Observer, StepReport
@@ -21,40 +19,10 @@ from reader_rag.engine.scheduler import Scheduler
 from reader_rag.errors import ConfigError
 
 _GROUP = 2
-"""Prompts of a group, times those that are decoded at once: as one ends the next begins."""
+"""Prompts of a group / prompts that are decoded at once: when one ends, the next begins."""
 
 
-@dataclass(frozen=True)
-class GroupRun:
-    """A group of prompts by one method.
-
-    Attributes:
-        tokens: Emitted tokens of each prompt.
-        emitted: Tokens that came out of steps: all but the first of each answer.
-        decode_s: Seconds of the steps.
-        steps: How many there were.
-        row_steps: Answers that had part in a step, over all steps.
-        ttft_s: Of each prompt, seconds from when a place was free for it to its first token.
-        wall_s: Seconds for the whole group, prompts included.
-        cache_bytes: Most bytes of keys and values that were reserved or held at once.
-    """
-
-    tokens: tuple[tuple[int, ...], ...]
-    emitted: int
-    decode_s: float
-    steps: int
-    row_steps: int
-    ttft_s: tuple[float, ...]
-    wall_s: float
-    cache_bytes: int
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """All tokens of steps / all seconds of steps."""
-        return self.emitted / self.decode_s if self.decode_s else 0.0
-
-
-GroupMethod = Callable[[Engine, Sequence[Task]], GroupRun]
+GroupMethod = Callable[[Engine, Sequence[Task]], Run]
 
 
 class _Watch(Observer):
@@ -72,8 +40,11 @@ class _Watch(Observer):
         self.cache_bytes = max(self.cache_bytes, load.cache_bytes)
 
 
-def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> GroupRun:
-    """This engine, with drafts or plain; each prompt a tenant of its own, so that none drafts from another's text."""
+def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> Run:
+    """Answer with this engine, with drafts or plain.
+
+    Each prompt has a tenant of its own, so that none drafts from another's text.
+    """
     tenants = [f"bench-{number}" for number in range(len(tasks))]
     for tenant in tenants:
         engine.forget(tenant)
@@ -83,7 +54,7 @@ def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> 
         started = time.perf_counter()
         streams = []
         for tenant, task in zip(tenants, tasks, strict=True):
-            generation, sampler = asked_for(task, speculate=speculate)
+            generation, sampler = request_of(task, speculate=speculate)
             streams.append(engine.submit(task.prompt, generation, sampler=sampler, tenant=tenant))
         for stream in streams:
             for _ in stream:
@@ -92,7 +63,7 @@ def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> 
     finally:
         engine.observers.remove(watch)
     results = [stream.result for stream in streams]
-    return GroupRun(
+    return Run(
         tuple(result.token_ids for result in results),
         watch.emitted,
         watch.decode_s,
@@ -104,8 +75,8 @@ def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> 
     )
 
 
-def transformers_together(engine: Engine, tasks: Sequence[Task], batch: int) -> GroupRun:
-    """`transformers`' own `generate` on padded batches."""
+def transformers_together(engine: Engine, tasks: Sequence[Task], batch: int) -> Run:
+    """Answer with `generate` of `transformers`, in padded batches."""
     tokens: list[tuple[int, ...]] = []
     emitted = steps = row_steps = held = 0
     decode_s, ttft_s = 0.0, []
@@ -122,7 +93,7 @@ def transformers_together(engine: Engine, tasks: Sequence[Task], batch: int) -> 
         ttft_s += [to_first] * len(some)
         held = max(held, bytes_held)
     wall_s = time.perf_counter() - started
-    return GroupRun(tuple(tokens), emitted, decode_s, steps, row_steps, tuple(ttft_s), wall_s, held)
+    return Run(tuple(tokens), emitted, decode_s, steps, row_steps, tuple(ttft_s), wall_s, held)
 
 
 def _generate(engine: Engine, tasks: Sequence[Task]) -> tuple[list[tuple[int, ...]], float, float, int]:
@@ -164,29 +135,6 @@ def _methods(batch: int) -> dict[str, GroupMethod]:
     }
 
 
-class _Groups(Measured[GroupRun]):
-    @property
-    def decode_tokens_per_s(self) -> float:
-        seconds = sum(run.decode_s for run in self.runs)
-        return sum(run.emitted for run in self.runs) / seconds if seconds else 0.0
-
-    def summary(self) -> dict[str, Any]:
-        steps, rows = sum(run.steps for run in self.runs), sum(run.row_steps for run in self.runs)
-        emitted = sum(run.emitted for run in self.runs)
-        return {
-            "decode_tokens_per_s": round(self.decode_tokens_per_s, 2),
-            "ttft_s": round(statistics.median(seconds for run in self.runs for seconds in run.ttft_s), 4),
-            "mat": round(emitted / rows, 3) if rows else 1.0,
-            "ms_per_step": round(1e3 * sum(run.decode_s for run in self.runs) / steps, 2) if steps else None,
-            "rows_per_step": round(rows / steps, 2) if steps else None,
-            "tokens_per_s": round(
-                sum(len(tokens) for run in self.runs for tokens in run.tokens) / sum(run.wall_s for run in self.runs), 2
-            ),
-            "cache_mb": round(max(run.cache_bytes for run in self.runs) / 1e6, 1),
-            "peak_mb": self.peak_mb,
-        }
-
-
 def compare_batch(
     engine: Engine,
     tasks: Sequence[tuple[str, Task]],
@@ -197,18 +145,17 @@ def compare_batch(
     """Run the methods in turn, group by group, with `batch` prompts decoded at once.
 
     Args:
-        engine: The model; its scheduler is replaced by one with that many places.
+        engine: The model; its scheduler is replaced by one with `batch` rows.
         tasks: Prompt ids and what to decode.
         methods: "plain", "reader" and "hf"; "hf-lookup" decodes one prompt at a time and is left out.
         batch: At least 2.
-        progress: Told what runs next.
+        progress: Called with what runs next.
 
     Returns:
-        The JSON report of the bench contract. `decode_tokens_per_s` counts the seconds of steps; `tokens_per_s` all
-        seconds, prompts included.
+        The JSON report, as `make_report` describes it.
 
     Raises:
-        ConfigError: An unknown method, or one that cannot replay a trace or draw.
+        ConfigError: An unknown method, or one that cannot replay a trace or sample.
     """
     known = _methods(batch)
     chosen = [method for method in methods if method != "hf-lookup"]
@@ -216,42 +163,17 @@ def compare_batch(
     if unknown or not chosen:
         raise ConfigError(f"unknown method {', '.join(unknown)} for a batch; there are {', '.join(known)}")
     if "hf" in chosen and any(task.forced is not None or task.generation.temperature > 0 for _, task in tasks):
-        raise ConfigError("batches that replay a trace or draw are measured with --methods plain,reader only")
+        raise ConfigError("hf cannot replay a trace or sample in batches: use --methods plain,reader only")
     engine.close()
     engine.scheduler = Scheduler(engine, BatchConfig(max_rows=batch))
     groups = [tasks[first : first + _GROUP * batch] for first in range(0, len(tasks), _GROUP * batch)]
     for name in chosen:
         known[name](engine, [shortened(task) for _, task in groups[0][:batch]])
-    measured = {name: _Groups() for name in chosen}
+    measured = {name: Runs() for name in chosen}
     memory = PeakMemory(engine.target.device)
     for number, group in enumerate(groups, 1):
         for name in chosen:
             progress(f"batch {batch}: group {number}/{len(groups)} {name}")
             measured[name].add(partial(known[name], engine, [task for _, task in group]), memory)
     engine.close()
-    return _report(engine, tasks, measured, batch)
-
-
-def _report(
-    engine: Engine, tasks: Sequence[tuple[str, Task]], measured: dict[str, _Groups], batch: int
-) -> dict[str, Any]:
-    rows = {name: runs.summary() for name, runs in measured.items()}
-    report: dict[str, Any] = {
-        "batch": batch,
-        "methods": {name: {**row, "variant": name} for name, row in rows.items()},
-        "variants": rows,
-        "ratios": {},
-        "prompts": len(tasks),
-        "machine": machine(engine),
-    }
-    for other in ("plain", "hf"):
-        if "reader" in measured and other in measured:
-            speeds = [[run.decode_tokens_per_s for run in measured[name].runs] for name in ("reader", other)]
-            report["ratios"][f"reader/{other}"] = summary_of_ratios(
-                [a / b for a, b in zip(*speeds, strict=True) if a and b],
-                ratio(measured["reader"].decode_tokens_per_s, measured[other].decode_tokens_per_s),
-            )
-    if {"reader", "plain"} <= set(measured):
-        answers = [[tokens for run in measured[name].runs for tokens in run.tokens] for name in ("reader", "plain")]
-        report["identical"] = different([task_id for task_id, _ in tasks], *answers)
-    return report
+    return make_report(engine, [task_id for task_id, _ in tasks], measured, {name: name for name in chosen}, batch)

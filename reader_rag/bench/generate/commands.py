@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from reader_rag.bench import options
-from reader_rag.bench.output import print_report, progress, ratio_line
+from reader_rag.bench.output import print_report, print_table, progress, ratio_line
 from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
@@ -145,15 +145,8 @@ def _tasks(
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     machine = report["machine"]
     at_once = f", {report['batch']} at once" if report["batch"] > 1 else ""
-    table = Table(
-        title=f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts{at_once}"
-    )
-    table.add_column("method")
     columns = {
         "tokens/s": "decode_tokens_per_s",
         "tokens/step": "mat",
@@ -162,28 +155,24 @@ def _show(report: dict[str, Any]) -> None:
         "cache MB": "cache_mb",
         "peak MB": "peak_mb",
     }
-    for heading in columns:
-        table.add_column(heading, justify="right")
-    for name, row in report["variants"].items():
-        cells = [row[field] for field in columns.values()]
-        table.add_row(name, *("-" if cell is None else f"{cell:g}" for cell in cells))
-    console = Console()
-    console.print(table)
+    print_table(
+        f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts{at_once}",
+        ("method", *columns),
+        ((name, *(row[field] for field in columns.values())) for name, row in report["variants"].items()),
+    )
     for name, ratio in report["ratios"].items():
         if line := ratio_line(name, ratio):
-            console.print(line)
+            typer.echo(line)
     if "identical" in report:
         same = report["identical"]
         differing = f"; different: {', '.join(same['different'])}" if same["different"] else ""
-        console.print(f"reader = plain: {same['compared'] - len(same['different'])} of {same['compared']}{differing}")
+        typer.echo(f"reader = plain: {same['compared'] - len(same['different'])} of {same['compared']}{differing}")
 
 
 def _show_caching(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("batch", "policy")
     columns = {
+        "batch": "{batch}",
+        "policy": "{policy}",
         "steps": "{steps}",
         "ms/step": "{ms_per_step_p50:.2f}",
         "mean": "{ms_per_step_mean:.2f}",
@@ -193,9 +182,5 @@ def _show_caching(report: dict[str, Any]) -> None:
         "peak MB": "{peak_mb:.1f}",
         "of the bound": "{share_of_bound:.3f}",
     }
-    for heading in columns:
-        table.add_column(heading, justify="right")
-    for run in report["runs"]:
-        cells = run | {"moved_mb": run["moved_bytes"] / 1e6, "peak_mb": run["peak_bytes"] / 1e6}
-        table.add_row(str(run["batch"]), run["policy"], *(text.format(**cells) for text in columns.values()))
-    Console().print(table)
+    runs = [run | {"moved_mb": run["moved_bytes"] / 1e6, "peak_mb": run["peak_bytes"] / 1e6} for run in report["runs"]]
+    print_table(None, list(columns), ([text.format(**run) for text in columns.values()] for run in runs))

@@ -10,49 +10,26 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from reader_rag.bench.generate.runs import Run
 from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Prompt
 from reader_rag.sampling.sampler import Sampler, Verified, greedy
 
 LOOKUP_SIZES = (2, 3)
-"""n-gram sizes of `transformers`' prompt lookup that are tried; the better one is reported."""
+"""n-gram sizes of `transformers`' prompt lookup; the faster one stands for the method."""
 LOOKUP_TOKENS = 10
 _TENANT = "bench"
 
 
 @dataclass(frozen=True)
-class Run:
-    """One answer by one method.
-
-    Attributes:
-        tokens: Emitted tokens.
-        ttft_s: Seconds to the first token.
-        decode_s: Seconds from the first token to the last.
-        steps: Forward passes after the first.
-        cache_bytes: Bytes of keys and values.
-    """
-
-    tokens: tuple[int, ...]
-    ttft_s: float
-    decode_s: float
-    steps: int
-    cache_bytes: int
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """(tokens - 1) / seconds after the first token; 0 for one token."""
-        return (len(self.tokens) - 1) / self.decode_s if self.decode_s > 0 and len(self.tokens) > 1 else 0.0
-
-
-@dataclass(frozen=True)
 class Task:
-    """What every method is asked.
+    """A prompt for every method.
 
     Attributes:
         prompt: The prompt.
         generation: Length and sampling.
-        forced: Tokens to emit instead of the model's own choice (replaying a trace), or None.
+        forced: Tokens to emit instead of the model's own (replaying a trace), or None.
     """
 
     prompt: Prompt
@@ -64,7 +41,7 @@ Method = Callable[[Engine, Task], Run]
 
 
 class _Forced:
-    """A sampler that computes the model's choice, as it must to be timed, and emits the trace's token."""
+    """A sampler that computes the model's token, so that its time is measured, and emits the trace's token."""
 
     def __init__(self, prompt_tokens: int, tokens: tuple[int, ...]) -> None:
         self._prompt_tokens = prompt_tokens
@@ -76,13 +53,13 @@ class _Forced:
 
 
 def shortened(task: Task) -> Task:
-    """To run first, since first-use costs (compiled loops, thread pools, kernels) belong to no method."""
+    """A short task for a first run, which pays first-use costs (compiled loops, thread pools, kernels)."""
     forced = None if task.forced is None else task.forced[:8]
     return replace(task, generation=replace(task.generation, max_tokens=8), forced=forced)
 
 
-def asked_for(task: Task, *, speculate: bool) -> tuple[SamplingParams, Sampler | None]:
-    """What this engine is asked for a task, with drafts or plain."""
+def request_of(task: Task, *, speculate: bool) -> tuple[SamplingParams, Sampler | None]:
+    """Settings and sampler of this engine's request for a task, with drafts or plain."""
     if task.forced is not None:
         generation = SamplingParams(max_tokens=len(task.forced), ignore_eos=True, speculate=speculate)
         return generation, _Forced(len(task.prompt.token_ids), task.forced)
@@ -90,9 +67,9 @@ def asked_for(task: Task, *, speculate: bool) -> tuple[SamplingParams, Sampler |
 
 
 def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
-    """This engine, with drafts or plain."""
-    generation, sampler = asked_for(task, speculate=speculate)
-    engine.forget(_TENANT)  # every prompt begins with what a new process knows
+    """Answer with this engine, with drafts or plain."""
+    generation, sampler = request_of(task, speculate=speculate)
+    engine.forget(_TENANT)  # every prompt starts with the draft state of a new process
     started = time.perf_counter()
     with engine.stream(task.prompt, generation, sampler=sampler, tenant=_TENANT) as stream:
         next(stream)
@@ -101,18 +78,18 @@ def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
             pass
         ended = time.perf_counter()
         stats = stream.result.stats
-        return Run(stream.result.token_ids, first - started, ended - first, stats.steps, stats.cache_bytes)
+        return Run.of_one(stream.result.token_ids, first - started, ended - first, stats.steps, stats.cache_bytes)
 
 
 class Clock(BaseStreamer):
-    """Notes when the first token came; `generate` puts the prompt first."""
+    """Records the time of the first token; `generate` puts the prompt before it."""
 
     def __init__(self) -> None:
         self.puts = 0
         self.first = 0.0
 
     def put(self, value: Any) -> None:
-        """Called by `generate` with the prompt, then with what each step emitted."""
+        """Called by `generate` with the prompt, then with the tokens of each step."""
         self.puts += 1
         if self.puts == 2:
             self.first = time.perf_counter()
@@ -122,7 +99,13 @@ class Clock(BaseStreamer):
 
 
 def transformers_generate(engine: Engine, task: Task, *, lookup: int | None = None) -> Run:
-    """`transformers`' own `generate` on the same model, plain or with prompt lookup of that n-gram size."""
+    """Answer with `generate` of `transformers` on the same model.
+
+    Args:
+        engine: Has the model.
+        task: The prompt.
+        lookup: n-gram size of prompt lookup; None: plain.
+    """
     model: Any = engine.model
     ids = torch.tensor([list(task.prompt.token_ids)], device=model.device)
     options: dict[str, Any] = {"do_sample": False}
@@ -161,7 +144,7 @@ def transformers_generate(engine: Engine, task: Task, *, lookup: int | None = No
     finally:
         hook.remove()
     tokens = tuple(out.sequences[0, ids.shape[1] :].tolist())
-    return Run(tokens, clock.first - started, ended - clock.first, steps - 1, cache_bytes(out.past_key_values))
+    return Run.of_one(tokens, clock.first - started, ended - clock.first, steps - 1, cache_bytes(out.past_key_values))
 
 
 def cache_bytes(cache: Any) -> int:
@@ -179,4 +162,4 @@ METHODS: dict[str, dict[str, Method]] = {
         for size in LOOKUP_SIZES
     },
 }
-"""Methods by name, each with its variants; the variant with the most tokens per second stands for the method."""
+"""Methods by name, each with its variants; the fastest variant stands for the method in ratios."""

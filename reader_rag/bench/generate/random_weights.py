@@ -1,4 +1,4 @@
-"""A model of any shape with random weights, to measure speed where no weights are at hand."""
+"""A model of any shape with random weights, to measure speed without the real ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reader_rag.model.registry import resolve_device, resolve_dtype
 
 
 class NoText:
-    """Stands in for a tokenizer where only token ids matter: every token decodes to nothing."""
+    """Replaces a tokenizer where only token ids are used: every token decodes to the empty text."""
 
     is_fast = False
     eos_token_id = None
@@ -30,9 +30,9 @@ def engine_from_config(path: Path, dtype: str, device: str, settings: Mapping[st
 
     Args:
         path: A `config.json` of `transformers`.
-        dtype: As in `Engine.load`.
-        device: As in `Engine.load`.
-        settings: What else `Engine` takes.
+        dtype: Type of the weights: "auto", "float32", "bfloat16" or "float16".
+        device: "auto" or a PyTorch device.
+        settings: Further arguments of `Engine`.
 
     Raises:
         ModelError: The file is not a configuration of a causal language model.

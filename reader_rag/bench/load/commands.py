@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from reader_rag.bench import options
-from reader_rag.bench.output import print_report, progress
+from reader_rag.bench.output import print_report, print_table, progress
 from reader_rag.config import SamplingParams
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
@@ -50,14 +50,9 @@ def load(
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    machine = report["machine"]
-    table = Table(title=f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts")
-    table.add_column("")
-    for number in range(1, len(report["rounds"]) + 1):
-        table.add_column(f"round {number}", justify="right")
-    for name in report["rounds"][0]:
-        table.add_row(name.replace("_", " "), *(f"{row[name]:g}" for row in report["rounds"]))
-    Console().print(table)
+    machine, rounds = report["machine"], report["rounds"]
+    print_table(
+        f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts",
+        ["", *(f"round {number}" for number in range(1, len(rounds) + 1))],
+        ([name.replace("_", " "), *(row[name] for row in rounds)] for name in rounds[0]),
+    )

@@ -1,4 +1,4 @@
-"""`reader-rag bench load`: many requests at once, some cancelled, some bad, and what is left of them."""
+"""Many concurrent requests, some cancelled and some invalid: right answers, errors and leaks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from reader_rag.kv_cache.tree_cache import TreeCache
 
 Fate = Literal["answered", "cancelled", "bad"]
 
-_PATIENCE_S = 60.0
+_WAIT_S = 60.0
 _MOST_CHUNKS = 8
-"""A request that is cancelled reads so many chunks at most before."""
+"""Most chunks that a cancelled request reads before it is cancelled."""
 
 
 class _Refused(Exception):
-    """What the bad processor raises."""
+    """The error of a logits processor that fails."""
 
 
 def _refuses(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -38,16 +38,16 @@ def _refuses(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is asked.
+    """The requests of a load test.
 
     Attributes:
-        requests: Of a round.
-        at_once: Threads that ask.
-        cancelled: Share of requests that are closed after a few chunks.
-        bad: Share of requests that fail: empty, longer than the context, a token that there is not, a processor that
-            raises.
-        rounds: How often all of it is done.
-        seed: Decides which request meets which fate.
+        requests: Number of requests in a round.
+        at_once: Threads that send them.
+        cancelled: Share of requests that are cancelled after a few chunks.
+        bad: Share of requests that must fail: an empty prompt, one longer than the context window, a token outside the
+            vocabulary, a logits processor that raises.
+        rounds: Number of rounds.
+        seed: Decides which requests are cancelled or fail.
     """
 
     requests: int = 200
@@ -58,7 +58,7 @@ class LoadPlan:
     seed: int = 0
 
     def fates(self, round_number: int) -> list[Fate]:
-        """The fate of each request of a round, in order."""
+        """How each request of a round ends, in order."""
         cancelled, bad = round(self.cancelled * self.requests), round(self.bad * self.requests)
         counts: dict[Fate, int] = {"cancelled": cancelled, "bad": bad, "answered": self.requests - cancelled - bad}
         fates = [fate for fate, count in counts.items() for _ in range(count)]
@@ -73,18 +73,18 @@ def run_load(
     plan: LoadPlan,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Ask, and compare every answer with plain decoding of the same request alone.
+    """Send requests, and compare every answer with plain decoding of the same request alone.
 
     Args:
         engine: The model.
-        prompts: Request in turn.
-        generation: Of all requests.
-        plan: How many, and which end how.
-        progress: Told what runs.
+        prompts: Used in turn.
+        generation: Settings of all requests.
+        plan: Number of requests, and how they end.
+        progress: Called with what runs next.
 
     Returns:
-        The JSON report: for each round how many requests were answered rightly, wrongly, cancelled and refused, its
-        seconds, the resident memory after it, and what the engine still holds (0 where nothing leaks).
+        The JSON report: for each round the number of requests that were answered rightly, answered wrongly, cancelled
+        and refused, its seconds, the resident memory after it, and what the engine still holds (0 without a leak).
     """
     expected = []
     for number, prompt in enumerate(prompts, 1):
@@ -109,10 +109,10 @@ def _round(
     chance = random.Random(f"{plan.seed}-{number}-chunks")
     chunks = [chance.randint(1, _MOST_CHUNKS) for _ in fates]
 
-    def ask(which: int) -> tuple[str, int]:
+    def send(which: int) -> tuple[str, int]:
         at = which % len(prompts)
         if fates[which] == "bad":
-            return _ask_badly(engine, prompts[at], generation, which % 4), 0
+            return _send_bad(engine, prompts[at], generation, which % 4), 0
         stream = engine.submit(prompts[at], generation)
         if fates[which] == "cancelled":
             for _ in zip(range(chunks[which]), stream, strict=False):
@@ -124,11 +124,11 @@ def _round(
 
     started = time.perf_counter()
     with ThreadPoolExecutor(plan.at_once) as pool:
-        outcomes = list(pool.map(ask, range(plan.requests)))
+        outcomes = list(pool.map(send, range(plan.requests)))
     seconds = time.perf_counter() - started
-    left, until = engine.busy, time.monotonic() + _PATIENCE_S
+    left, until = engine.busy, time.monotonic() + _WAIT_S
     while (left.running or left.waiting) and time.monotonic() < until:
-        time.sleep(0.001)  # those closed last are let go before the next step
+        time.sleep(0.001)  # requests cancelled last end with the next step
         left = engine.busy
     with engine.lock:
         gc.collect()
@@ -151,8 +151,8 @@ def _round(
     }
 
 
-def _ask_badly(engine: Engine, prompt: Prompt, generation: SamplingParams, how: int) -> str:
-    """A request that must fail, with its own error."""
+def _send_bad(engine: Engine, prompt: Prompt, generation: SamplingParams, how: int) -> str:
+    """Send a request that must fail; tell whether it did, with its own error."""
     try:
         if how == 0:
             stream = engine.submit(Prompt(()), generation)

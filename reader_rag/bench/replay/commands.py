@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reader_rag.bench import options
-from reader_rag.bench.output import print_report, progress
+from reader_rag.bench.output import print_report, print_table, progress
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -355,38 +355,35 @@ def _shower(tokenizer: str | None) -> Callable[[Sequence[int]], str]:
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
     profile = f", profile {report['profile']}" if report["profile"] else ", no profile"
-    table = Table(title=f"{report['nodes']} nodes, {' + '.join(report['sources'])}{profile}")
-    table.add_column("category")
-    for heading in ("answers", "tokens/step", "drafted/step", "us/draft p50", "p99"):
-        table.add_column(heading, justify="right")
-    for category, row in report["categories"].items():
-        cells = ("prompts", "mat", "drafted_per_step", "us_per_draft_p50", "us_per_draft_p99")
-        table.add_row(category, *(f"{row[cell]:g}" for cell in cells))
-    console.print(table)
+    columns = {
+        "answers": "prompts",
+        "tokens/step": "mat",
+        "drafted/step": "drafted_per_step",
+        "us/draft p50": "us_per_draft_p50",
+        "p99": "us_per_draft_p99",
+    }
+    print_table(
+        f"{report['nodes']} nodes, {' + '.join(report['sources'])}{profile}",
+        ("category", *columns),
+        ((category, *(row[cell] for cell in columns.values())) for category, row in report["categories"].items()),
+    )
     if report["reliability"]["mean_gap"] is not None:
-        console.print(f"predicted and observed acceptance differ by {report['reliability']['mean_gap']} on average")
+        typer.echo(f"predicted and observed acceptance differ by {report['reliability']['mean_gap']} on average")
     for key, title in (("peers", "tokens per step of others"), ("ablation", "tokens per step with parts off")):
         if key in report:
-            _show_rows(console, title, report[key])
+            _show_rows(title, report[key])
     for note in report["notes"]:
-        console.print(note, highlight=False)
+        typer.echo(note)
 
 
-def _show_rows(console: Any, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title)
-    table.add_column("")
+def _show_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     categories = list(dict.fromkeys(category for row in rows.values() for category in row))
-    for category in categories:
-        table.add_column(category, justify="right")
-    for name, row in rows.items():
-        cells = (row.get(category) for category in categories)
-        values = (cell["mat"] if isinstance(cell, dict) else cell for cell in cells)
-        table.add_row(name, *("-" if value is None else f"{value:.2f}" for value in values))
-    console.print(table)
+
+    def cell(row: Mapping[str, Any], category: str) -> str | None:
+        value = row.get(category)
+        value = value["mat"] if isinstance(value, dict) else value
+        return None if value is None else f"{value:.2f}"
+
+    table = ((name, *(cell(row, category) for category in categories)) for name, row in rows.items())
+    print_table(title, ("", *categories), table)

@@ -1,4 +1,4 @@
-"""Proof for users: the same prompts decoded with drafts and without, and every difference with its cause."""
+"""Compares drafted with plain decoding: tokens, texts, and the bits of the logits."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _TENANT = "verify"
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two answers to one prompt part.
+    """The first difference of two answers to one prompt.
 
     Attributes:
-        prompt: Its id.
+        prompt: Id of the prompt.
         seed: The seed; None: greedy.
         position: Index of the first token that differs.
-        plain: That token's text in the plain answer; empty if that answer ends there.
-        reader: The same in the drafted answer.
-        margin: How far the plain answer's token lay above the second best, in logits (noise included where sampled):
-            the smaller, the likelier is rounding. None where there was no second, or the answer had ended.
+        plain: Text of that token in the plain answer; empty if that answer ends there.
+        reader: Text of that token in the drafted answer; empty if that answer ends there.
+        margin: Difference of the two best logits of the plain answer there, sampling noise included; a small one is
+            likely to be rounding. None if there was no second token, or the answer had ended.
     """
 
     prompt: str
@@ -47,14 +47,14 @@ class Verification:
 
     Attributes:
         machine: Model, type, device and versions.
-        answers: Pairs of answers.
+        answers: Number of pairs of answers.
         tokens: Tokens compared: of each pair up to its first difference, that one included.
-        drafted: Drafted nodes.
-        accepted: Those that were accepted; without any, nothing was put to the test.
-        other_bits: At how many of them the logits are not the same to the last bit.
-        differences: The first of each pair that has one.
-        plain_s: Seconds of plain decoding, the prompts' prefill left out.
-        reader_s: The same with drafts.
+        drafted: Drafted tokens.
+        accepted: Drafted tokens that were accepted; if 0, nothing was tested.
+        other_bits: Number of compared tokens whose logits are not equal bit for bit.
+        differences: The first difference of each pair that has one.
+        plain_s: Seconds of plain decoding without prefill.
+        reader_s: Seconds of drafted decoding without prefill.
         plain_tokens: Tokens emitted in `plain_s`.
         reader_tokens: Tokens emitted in `reader_s`.
     """
@@ -73,18 +73,18 @@ class Verification:
 
     @property
     def strict(self) -> bool:
-        """Whether bits must be the same."""
+        """Whether the bits of the logits must be equal."""
         return bool(self.machine["exactness"] == "strict")
 
     @property
     def must_agree(self) -> bool:
-        """Whether tokens must be the same: in strict mode, and where rounding is too fine to be seen."""
+        """Whether tokens must be equal: in strict mode, and in types whose rounding is too fine to change them."""
         fine = self.machine["dtype"] in ("float32", "float64") and not self.machine["quantized"]
         return self.strict or fine
 
     @property
     def passed(self) -> bool:
-        """Whether what was promised was kept."""
+        """Whether everything that must be equal is equal."""
         return not (self.must_agree and self.differences) and not (self.strict and self.other_bits)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Verification:
 
 
 class _Watch:
-    """A sampler that notes, for each token it chooses, a digest of the logits and the margin of the choice."""
+    """A sampler that records, for each token it chooses, a digest of the logits and the margin of the choice."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -108,7 +108,7 @@ class _Watch:
             logits = verified.logits[row]
             bits = logits.contiguous().view(torch.uint8).cpu().numpy().tobytes()
             self.digests.append(hashlib.blake2b(bits, digest_size=16).digest())
-            # A processor that keeps state must be called once a token.
+            # A logits processor with state must be called once per token.
             scores = logits.float() if processed is None else processed.perturbed(verified, row)
             best = scores.topk(min(2, len(scores))).values
             self.margins.append(float(best[0] - best[-1]))
@@ -135,11 +135,11 @@ def verify(
     """Decode every prompt with and without drafts, and compare tokens, texts and the bits of the logits.
 
     Args:
-        engine: Decodes both ways.
+        engine: Decodes with drafts and without.
         prompts: Ids and prompts.
-        generation: Length, sampling, whatever both ways get.
-        seeds: Each prompt is sampled with each of them; greedy decoding takes none.
-        progress: Told what runs next.
+        generation: Length and sampling, the same for both.
+        seeds: Each prompt is sampled with each of them; greedy decoding uses none.
+        progress: Called with what runs next.
     """
     outcome = Verification(machine(engine))
     sampled: list[int | None] = list(seeds) if generation.temperature > 0.0 else [None]
@@ -155,7 +155,7 @@ def verify(
 
 def _answer(engine: Engine, prompt: Prompt, generation: SamplingParams, outcome: Verification) -> _Answer:
     watch = _Watch(engine.sampler(prompt, generation))
-    engine.forget(_TENANT, learned=False)  # both ways read the whole prompt
+    engine.forget(_TENANT, learned=False)  # no prefill is shared
     result = engine.generate(prompt, generation, sampler=watch, tenant=_TENANT)
     stats = result.stats
     if generation.speculate:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reader_rag.bench import options
-from reader_rag.bench.output import print_report, progress, ratio_line
+from reader_rag.bench.output import print_report, print_table, progress, ratio_line
 from reader_rag.connectors.vllm_args import DEFAULT_DRAFT_TOKENS
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
@@ -162,29 +162,29 @@ def _tasks(
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     machine = report["machine"]
-    console = Console()
-    for category, held in report["categories"].items():
-        title = f"{category}: {held['prompts']} prompts, {report['batch']} at once, vLLM {machine['vllm']}, "
-        table = Table(title=title + f"{machine['dtype']}, {machine['device']}")
-        table.add_column("method")
-        for heading in ("tokens/s", "with prompts", "tokens/step", "drafted/step", "accepted", "first token s"):
-            table.add_column(heading, justify="right")
-        for name, row in held["methods"].items():
-            cells = [value for key, value in row.items() if key != "tokens"]
-            shown = (cells[0], cells[1], cells[3], cells[4], cells[5], cells[2])
-            table.add_row(name, *("-" if cell is None else f"{cell:g}" for cell in shown))
-        console.print(table)
-        for name, ratio in held["ratios"].items():
+    columns = {
+        "tokens/s": "decode_tokens_per_s",
+        "with prompts": "tokens_per_s_with_prompts",
+        "tokens/step": "mat",
+        "drafted/step": "drafted_per_step",
+        "accepted": "accepted_share",
+        "first token s": "ttft_s",
+    }
+    for category, found in report["categories"].items():
+        print_table(
+            f"{category}: {found['prompts']} prompts, {report['batch']} at once, vLLM {machine['vllm']}, "
+            f"{machine['dtype']}, {machine['device']}",
+            ("method", *columns),
+            ((name, *(row[field] for field in columns.values())) for name, row in found["methods"].items()),
+        )
+        for name, ratio in found["ratios"].items():
             if line := ratio_line(name, ratio):
-                console.print(line)
+                typer.echo(line)
     for name, same in report.get("identical", {}).items():
-        console.print(f"{name} = plain: {same['compared'] - len(same['different'])} of {same['compared']}")
+        typer.echo(f"{name} = plain: {same['compared'] - len(same['different'])} of {same['compared']}")
         for one in same["different"]:
-            console.print(f"  {_difference(one)}")
+            typer.echo(f"  {_difference(one)}")
 
 
 def _difference(one: dict[str, Any]) -> str:
@@ -207,12 +207,12 @@ def _show_stress(report: dict[str, Any]) -> None:
 
 
 def _show_costs(table: StepTable) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table("requests", title=f"ms of a step, vLLM {table.vllm}, {table.device}")
-    for length in table.drafted:
-        shown.add_column(f"{length} drafted", justify="right")
-    for number, row in zip(table.rows, table.seconds, strict=True):
-        shown.add_row(str(number), *(f"{1e3 * cell:.2f}" for cell in row))
-    Console(stderr=True).print(shown)
+    print_table(
+        f"ms of a step, vLLM {table.vllm}, {table.device}",
+        ["requests", *(f"{length} drafted" for length in table.drafted)],
+        (
+            [str(number), *(f"{1e3 * cell:.2f}" for cell in row)]
+            for number, row in zip(table.rows, table.seconds, strict=True)
+        ),
+        to_error=True,
+    )
