@@ -1,4 +1,4 @@
-"""Other vector stores and serving engines; each module needs the package it connects to.
+"""Connectors to vector databases, LLM servers and vLLM; each module needs the package that it connects to.
 
 This folder is installed as `reader_rag.connectors`.
 """

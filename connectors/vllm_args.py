@@ -1,4 +1,4 @@
-"""`reader-rag vllm-args`: how vLLM is told to draft with reader_rag."""
+"""Arguments that make vLLM draft with `ReaderProposer`, for `reader-rag vllm-args` and `reader-rag bench vllm`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from reader_rag.errors import ConfigError
 
 PROPOSER = "reader_rag.connectors.vllm.ReaderProposer"
-"""The class that vLLM imports."""
+"""Import path of the proposer, for vLLM."""
 DEFAULT_DRAFT_TOKENS = 16
-"""Most tokens drafted for one request in a step, unless told otherwise."""
+"""Most tokens that are drafted for one request in a step, by default."""
 
 
-def speculative_config(drafted: int = DEFAULT_DRAFT_TOKENS) -> dict[str, Any]:
+def speculative_config(num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS) -> dict[str, Any]:
     """vLLM's `speculative_config`.
 
     Args:
-        drafted: Most tokens drafted for one request in a step.
+        num_speculative_tokens: Most tokens that are drafted for one request in a step, at least 1.
 
     Raises:
-        ConfigError: Fewer than one.
+        ConfigError: `num_speculative_tokens` is below 1.
     """
-    if drafted < 1:
-        raise ConfigError(f"{drafted} drafted tokens: give at least 1, or leave speculation out to decode plainly")
-    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafted}
+    if num_speculative_tokens < 1:
+        raise ConfigError(f"the number of drafted tokens must be at least 1, not {num_speculative_tokens}")
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_speculative_tokens}
 
 
 def additional_config(
@@ -36,46 +36,48 @@ def additional_config(
     namespaces: Sequence[str] = (),
     keep_answers: bool = False,
 ) -> dict[str, Any]:
-    """vLLM's `additional_config`: what the drafter is told; empty where it needs nothing.
+    """vLLM's `additional_config`, with the settings of the proposer that differ from its defaults.
 
     Args:
-        datastore: Folder of texts to draft from too.
-        costs: Cost table, as `reader-rag bench vllm-costs` writes it.
+        datastore: Folder of the datastore to search; None: none.
+        costs: File of step costs from `reader-rag bench vllm-costs`; None: assumed costs.
         namespaces: Namespaces of the datastore that are searched besides the shared ones.
-        keep_answers: Whether requests are drafted from each other's answers.
+        keep_answers: Whether requests are drafted from ended answers to other requests.
+
+    Returns:
+        The configuration, with absolute paths: the server may be started in another folder. Empty without settings.
     """
-    held = {"datastore": datastore, "costs": costs}
-    # Absolute: the server may be started elsewhere, and its workers on other machines.
-    ours: dict[str, Any] = {name: str(Path(place).resolve()) for name, place in held.items() if place is not None}
+    paths = {"datastore": datastore, "costs": costs}
+    settings: dict[str, Any] = {name: str(Path(path).resolve()) for name, path in paths.items() if path is not None}
     if namespaces:
-        ours["namespaces"] = list(namespaces)
+        settings["namespaces"] = list(namespaces)
     if keep_answers:
-        ours["keep_answers"] = True
-    return {"reader_rag": ours} if ours else {}
+        settings["keep_answers"] = True
+    return {"reader_rag": settings} if settings else {}
 
 
 def serve_command(
     model: str,
-    drafted: int = DEFAULT_DRAFT_TOKENS,
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS,
     datastore: Path | None = None,
     costs: Path | None = None,
     namespaces: Sequence[str] = (),
     keep_answers: bool = False,
 ) -> str:
-    """The command that starts a server, quoted for a shell.
+    """The command that starts a vLLM server, quoted for a shell.
 
     Args:
         model: Alias, local folder or hub id.
-        drafted: Most tokens drafted for one request in a step.
-        datastore: Folder of texts to draft from too; it must be of the model's tokenizer.
-        costs: Cost table, as `reader-rag bench vllm-costs` writes it.
+        num_speculative_tokens: Most tokens that are drafted for one request in a step.
+        datastore: Folder of the datastore to search, made with the model's tokenizer; None: none.
+        costs: File of step costs from `reader-rag bench vllm-costs`; None: assumed costs.
         namespaces: Namespaces of the datastore that are searched besides the shared ones.
-        keep_answers: Whether requests are drafted from each other's answers.
+        keep_answers: Whether requests are drafted from ended answers to other requests.
 
     Raises:
-        ConfigError: The cost table cannot be read, or a setting is wrong.
+        ConfigError: The cost table cannot be read, or a setting is invalid.
         ModelNotFoundError: The model is neither on this machine nor a hub id.
-        DatastoreError: The datastore is not there, or of another tokenizer.
+        DatastoreError: The datastore does not exist, or was made with another tokenizer.
     """
     from reader_rag.draft.step_table import StepTable
     from reader_rag.model.registry import resolve_model
@@ -86,15 +88,15 @@ def serve_command(
     if datastore is not None:
         _check_datastore(datastore, namespaces, source)
     elif namespaces:
-        raise ConfigError("--namespace is of a datastore: name its folder with --datastore")
-    words = ["vllm", "serve", source, "--speculative-config", json.dumps(speculative_config(drafted))]
-    if ours := additional_config(datastore, costs, namespaces, keep_answers):
-        words += ["--additional-config", json.dumps(ours)]
+        raise ConfigError("--namespace names a part of a datastore: name its folder with --datastore")
+    words = ["vllm", "serve", source, "--speculative-config", json.dumps(speculative_config(num_speculative_tokens))]
+    if settings := additional_config(datastore, costs, namespaces, keep_answers):
+        words += ["--additional-config", json.dumps(settings)]
     return shlex.join(words)
 
 
 def _check_datastore(folder: Path, namespaces: Sequence[str], model: str) -> None:
-    """Open it as the server will, so that what is wrong with it is said now."""
+    """Open the datastore as the server will, so that errors are reported before the server starts."""
     from reader_rag.engine.datastore_lookup import open_datastore
     from reader_rag.model.registry import load_tokenizer
 

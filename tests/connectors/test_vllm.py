@@ -275,22 +275,22 @@ TestRowsMoveAbout.settings = settings(
 
 class TestSettings:
     def test_without_any_they_have_their_defaults(self) -> None:
-        assert ProposerSettings.of({}) == ProposerSettings.of(None) == ProposerSettings()
+        assert ProposerSettings.from_vllm({}) == ProposerSettings.from_vllm(None) == ProposerSettings()
         assert not ProposerSettings().keep_answers
 
     @pytest.mark.parametrize(
         ("given", "told"),
         [
-            ({"data_store": "x"}, "no setting data_store; there are datastore, namespaces, costs"),
+            ({"data_store": "x"}, "unknown argument 'data_store'; did you mean 'datastore'"),
             ([], "object of settings"),
-            ({"datastore": 3}, "datastore must be a path"),
-            ({"costs": ""}, "costs must be a path"),
-            ({"namespaces": "texts/"}, "namespaces must be a list of names"),
-            ({"namespaces": ["texts/"]}, "name its folder"),
-            ({"keep_answers": "yes"}, "keep_answers must be true or false"),
-            ({"max_index_tokens": 10}, "max_index_tokens must be 64.."),
-            ({"max_answer_tokens": True}, "max_answer_tokens must be 64.."),
-            ({"threads": 0}, "threads must be 1..256"),
+            ({"datastore": 3}, "datastore must be a string"),
+            ({"costs": ""}, "costs must be a string that is not empty"),
+            ({"namespaces": "texts/"}, "namespaces must be a tuple of strings"),
+            ({"namespaces": ["texts/"]}, "set datastore to its folder"),
+            ({"keep_answers": "yes"}, "keep_answers must be True or False"),
+            ({"max_index_tokens": 10}, "max_index_tokens must be in 64.."),
+            ({"max_answer_tokens": True}, "max_answer_tokens must be in 64.."),
+            ({"threads": 0}, "threads must be in 1..256"),
             ({"costs": "/nowhere/costs.json"}, "cannot read step costs from /nowhere/costs.json"),
             ({"profile": "/nowhere/profile.npz"}, "/nowhere/profile.npz is not a readable profile"),
         ],
@@ -322,7 +322,7 @@ class TestSettings:
 
     def test_a_profile_of_another_vocabulary_is_refused(self) -> None:
         shipped = next(Path(sys.modules["reader_rag.draft.profile"].__file__ or "").parent.glob("profiles/*.npz"))
-        with pytest.raises(ConfigError, match="of another vocabulary: make one of this model"):
+        with pytest.raises(ConfigError, match="has another vocabulary: make one for this model"):
             ReaderProposer(config(profile=str(shipped)))
 
     def test_a_shipped_profile_of_this_vocabulary_is_used(self, free: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_the_drafter_knows_every_setting_that_is_printed() -> None:
     from reader_rag.connectors.vllm import ProposerSettings
     from reader_rag.connectors.vllm_args import additional_config
 
-    held = ProposerSettings.of(additional_config("/drafts", "/costs.json", ["texts/a"], keep_answers=True))
+    held = ProposerSettings.from_vllm(additional_config("/drafts", "/costs.json", ["texts/a"], keep_answers=True))
     assert (held.datastore, held.costs, held.namespaces, held.keep_answers) == (
         "/drafts",
         "/costs.json",
