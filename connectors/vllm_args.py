@@ -98,7 +98,7 @@ def serve_command(
 def _check_datastore(folder: Path, namespaces: Sequence[str], model: str) -> None:
     """Open the datastore as the server will, so that errors are reported before the server starts."""
     from reader_rag.engine.datastore_lookup import open_datastore
-    from reader_rag.model.registry import load_tokenizer
+    from reader_rag.model.loading import load_tokenizer
 
     tokenizer, vocabulary = load_tokenizer(model)
     with open_datastore(folder, tokenizer, vocabulary, read_only=True) as store:

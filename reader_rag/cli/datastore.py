@@ -253,7 +253,7 @@ def _namespace(tenant: str, shared: bool) -> str:
 
 
 def _tokenizer(model: str, trust_remote_code: bool) -> tuple[PreTrainedTokenizerBase, int]:
-    from reader_rag.model.registry import load_tokenizer
+    from reader_rag.model.loading import load_tokenizer
 
     with status(f"loading the tokenizer of {model}") as say:
         return load_tokenizer(model, trust_remote_code=trust_remote_code, progress=say)

@@ -84,7 +84,8 @@ class ModelOptions:
             ModelError: The model cannot be found or used.
         """
         with status(f"loading {self.embed_model}") as say:
-            from reader_rag.model.registry import resolve_device, resolve_embed_model
+            from reader_rag.model.loading import resolve_device
+            from reader_rag.model.registry import resolve_embed_model
             from reader_rag.rag.embedding import LocalEmbedding
 
             device = None if self.device == "auto" else str(resolve_device(self.device))

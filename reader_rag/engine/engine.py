@@ -208,7 +208,7 @@ class Engine:
             ModelNotFoundError: There is no such model; the message names the ways to get one.
             UnsupportedModelError: See `Engine`.
         """
-        from reader_rag.model.registry import load_model
+        from reader_rag.model.loading import load_model
 
         loaded, tokenizer = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         return cls(

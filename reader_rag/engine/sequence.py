@@ -35,8 +35,8 @@ from reader_rag.engine.outputs import (
 from reader_rag.engine.provenance import Provenance
 from reader_rag.errors import DatastoreError
 from reader_rag.kv_cache.tree_cache import TreeCache
+from reader_rag.model.interface import AnyCache
 from reader_rag.model.step_costs import Rest
-from reader_rag.model.target import AnyCache
 from reader_rag.sampling.accept import accept_path
 from reader_rag.sampling.constrained import Constraint
 from reader_rag.sampling.logprobs import TokenLogprobs, token_logprobs

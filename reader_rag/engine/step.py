@@ -12,7 +12,7 @@ import torch
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.observer import StepReport
 from reader_rag.engine.sequence import DecodeSequence
-from reader_rag.model.target import Step
+from reader_rag.model.interface import Step
 from reader_rag.sampling.topk import TopK, fetch
 from reader_rag.util.out_of_memory import is_out_of_memory
 

@@ -177,7 +177,8 @@ class TreeCache(Cache):
 
     @property
     def arrays(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values of a cache `in_one_piece`, [layers, heads, capacity, width]; see `cpu_kernels`."""
+        """Keys and values of a cache `in_one_piece`, [layers, heads, capacity, width]: float32, uint16 with the
+        bits of bfloat16, or int16 with those of float16."""
         assert self._arrays is not None
         return self._arrays
 

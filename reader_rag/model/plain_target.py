@@ -11,7 +11,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.model.cpu.forward import CpuForward
-from reader_rag.model.target import FixedShape, Reuse, SeenLogits, Step, context_window, last_of
+from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.interface import Reuse, SeenLogits, Step, last_of
+from reader_rag.model.target import context_window
 
 _STATES = ("past_key_values", "cache_params", "state")
 """What models call that which they keep of a text: an output of one pass and an input of the next."""

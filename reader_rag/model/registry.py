@@ -1,4 +1,4 @@
-"""Which models there are, where they lie, and how they are loaded.
+"""Which models there are, and where their files are.
 
 A model is named by an alias of the small registry below, by a local folder, or by a hub id.
 """
@@ -11,7 +11,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from reader_rag.errors import ConfigError, ModelError, ModelNotFoundError, ReaderError, UnsupportedModelError
 from reader_rag.model.weights_cache import (
@@ -25,18 +25,12 @@ from reader_rag.model.weights_cache import (
     is_model_folder,
 )
 from reader_rag.util.one_line import first_line
-from reader_rag.util.quiet import quiet_loading
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Task = Literal["llm", "embedding"]
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_EMBED_MODEL = "minilm"
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 _HUB_IGNORED = ("original/*", "onnx/*", "openvino/*")
@@ -188,120 +182,6 @@ def list_models() -> list[ModelStatus]:
     return statuses
 
 
-def load_model(
-    name: str | Path,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load an LLM and its tokenizer, ready for inference.
-
-    Attention is PyTorch's `scaled_dot_product_attention` wherever the model has it.
-
-    Args:
-        name: An alias, a local folder, or a hub id (downloaded at need by `transformers`).
-        dtype: "float32", "bfloat16", "float16", or "auto": see `resolve_dtype`.
-        device: "cpu", "cuda", "cuda:1", ..., or "auto": CUDA where there is one, else the CPU.
-        trust_remote_code: Run model code that comes with the weights. Only for sources you trust.
-        progress: Told about long steps.
-
-    Returns:
-        The model in evaluation mode on `device`, and its tokenizer.
-
-    Raises:
-        ConfigError: `dtype` or `device` is unknown or not on this machine.
-        ModelNotFoundError: There is no such model, or it cannot be reached.
-        UnsupportedModelError: It is not a causal language model.
-        ModelError: Its files are incomplete or damaged, or it does not fit in memory.
-    """
-    target_device = resolve_device(device)
-    target_dtype = resolve_dtype(dtype, target_device)
-    source = resolve_model(name, progress)
-    if progress:
-        progress(f"loading {name}")
-    try:
-        with quiet_loading():
-            return _load(source, target_dtype, target_device, trust_remote_code)
-    except ReaderError:
-        raise
-    except Exception as error:  # transformers, its hub client and torch have no common error
-        raise _load_error(name, source, error) from error
-
-
-def load_tokenizer(
-    name: str | Path, *, trust_remote_code: bool = False, progress: Progress | None = None
-) -> tuple[PreTrainedTokenizerBase, int]:
-    """The tokenizer of an LLM, and how many token ids the LLM has; its weights are not loaded.
-
-    Arguments and errors as in `load_model`.
-    """
-    from transformers import AutoConfig
-
-    source = resolve_model(name, progress)
-    try:
-        with quiet_loading():
-            tokenizer = _tokenizer(source, trust_remote_code)
-            config: Any = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except ReaderError:
-        raise
-    except Exception as error:  # as in `load_model`
-        raise _load_error(name, source, error) from error
-    return tokenizer, int(config.get_text_config(decoder=True).vocab_size)
-
-
-def resolve_device(device: str) -> torch.device:
-    """The PyTorch device that `device` names.
-
-    Args:
-        device: "auto" (CUDA where there is one, else the CPU) or a PyTorch device string.
-
-    Raises:
-        ConfigError: There is no such device on this machine.
-    """
-    import torch
-
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-        torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ConfigError(
-            f"no device {device!r} on this machine: use auto, cpu"
-            + "".join(f", cuda:{index}" for index in range(torch.cuda.device_count()))
-        ) from error
-    if resolved.type == "meta":
-        raise ConfigError("the device 'meta' holds no weights: use auto, cpu or cuda")
-    return resolved
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The PyTorch type that `dtype` names.
-
-    "auto" is bfloat16 on CUDA (float16 where the card has no bfloat16) and float32 elsewhere: a CPU without matrix
-    units is slower in 16 bits, and in float32 drafted and plain decoding give the same tokens.
-
-    Args:
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        device: Where the model will run.
-
-    Raises:
-        ConfigError: Another name was given.
-    """
-    import torch
-
-    if dtype == "auto":
-        if device.type != "cuda":
-            return torch.float32
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if dtype not in _DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}: use auto, {', '.join(_DTYPES)}")
-    resolved: torch.dtype = getattr(torch, dtype)
-    return resolved
-
-
 def _resolve(name: str | Path, task: Task, progress: Progress | None) -> Path | str:
     alias = ALIASES.get(str(name))
     if alias is None:
@@ -320,11 +200,12 @@ def _local_or_hub(name: str | Path) -> Path | str:
     if folder.is_file():
         raise ModelNotFoundError(f"{name} is a file: name the folder that holds config.json and the weights")
     if isinstance(name, Path) or not _HUB_ID.fullmatch(name) or ".." in name:
-        raise _not_found(name, "there is no such folder")
+        raise model_not_found(name, "there is no such folder")
     return name
 
 
-def _not_found(name: str | Path, reason: str) -> ModelNotFoundError:
+def model_not_found(name: str | Path, reason: str) -> ModelNotFoundError:
+    """An error that says why there is no such model, and which there are."""
     return ModelNotFoundError(
         f"cannot find the model {str(name)!r} ({reason}): get one of {', '.join(ALIASES)} or a hub id with "
         "`reader-rag models get NAME`, or name a local model folder"
@@ -414,43 +295,18 @@ def _download_from_hub(hub_id: str, progress: Progress | None) -> Path:
             if is_model_folder(folder):
                 return folder
     except Exception as error:  # the hub client's errors and its HTTP library's have no common base
-        raise _load_error(hub_id, hub_id, error) from error
+        raise load_error(hub_id, hub_id, error) from error
     raise ModelError(f"{hub_id} on the hub holds no config.json with weights: it is not a transformers model")
 
 
-def _load(
-    source: Path | str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM
+def load_error(name: str | Path, source: Path | str, error: Exception) -> ReaderError:
+    """One of our errors for an error of `transformers`, PyTorch or the hub's client.
 
-    tokenizer = _tokenizer(source, trust_remote_code)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-    )
-    model: PreTrainedModel = loaded[0]
-    loading: dict[str, Any] = loaded[1]
-    missing = sorted(loading["missing_keys"])
-    if missing:  # transformers would go on with random numbers in their place
-        raise ModelError(
-            f"{source} lacks {len(missing)} of the model's weights ({missing[0]}, ...): it is incomplete, or not a "
-            "language model"
-        )
-    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
-
-
-def _tokenizer(source: Path | str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    if isinstance(source, Path) and not (source / "config.json").is_file():
-        raise _not_found(source, "the folder has no config.json")
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    if len(tokenizer) == 0:
-        raise ModelError(f"{source} has no tokenizer: put its tokenizer.json beside the weights")
-    return tokenizer
-
-
-def _load_error(name: str | Path, source: Path | str, error: Exception) -> ReaderError:
-    """The error of ours, in one line, for one of a library's."""
+    Args:
+        name: The model, as the caller named it.
+        source: Its local folder or its hub id.
+        error: What the library raised.
+    """
     text = first_line(error)
     if is_disk_full(error):
         return ModelError(f"no space left while fetching {name}: free some, or set HF_HOME to a folder on another disk")
@@ -463,7 +319,8 @@ def _load_error(name: str | Path, source: Path | str, error: Exception) -> Reade
     if isinstance(source, Path):
         return ModelError(f"cannot load the model in {source}: {text}")
     if isinstance(error, OSError | ValueError):
-        return _not_found(name, "HF_HUB_OFFLINE is set, so the hub is not asked" if _is_offline() else f"hub: {text}")
+        reason = "HF_HUB_OFFLINE is set, so the hub is not asked" if _is_offline() else f"hub: {text}"
+        return model_not_found(name, reason)
     return ModelError(f"cannot load the model {name}: {text}")
 
 

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from reader_rag.config import Exactness, Forward
 from reader_rag.errors import ReaderWarning, UnsupportedModelError
+from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.interface import AnyTarget, Reuse
 from reader_rag.model.plain_target import PlainTarget
 from reader_rag.model.self_test import decodes_plainly, keeps_bits, restores, verifies_chains, verifies_trees
-from reader_rag.model.target import AnyTarget, FixedShape, Reuse, Target, attention_of, keeps_state, takes_masks
+from reader_rag.model.target import Target, attention_of, keeps_state, takes_masks
 from reader_rag.util.one_line import first_line
 
 Drafting = Literal["tree", "chain", "none"]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from reader_rag.draft.tree import DraftTree
-from reader_rag.model.target import AnyTarget
+from reader_rag.model.interface import AnyTarget
 
 _PROMPT = 11
 _TEXTS = 3

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.kernels import pool as kernels
 from reader_rag.draft.tree import DraftTree
-from reader_rag.model.target import AnyTarget
+from reader_rag.model.interface import AnyTarget
 from reader_rag.util.files import atomic_path
 
 _VERSION = 3

@@ -8,9 +8,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,175 +22,18 @@ from reader_rag.errors import UnsupportedModelError
 from reader_rag.kv_cache.batch_cache import BatchCache
 from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
-from reader_rag.model.cpu.forward import CpuForward, Rows, head_width, slow_products
+from reader_rag.model.cpu.forward import CpuForward, Rows, head_width
+from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.interface import Reuse, SeenLogits, Step, last_of
 
 PREFILL_CHUNK = 512
 """Prompt tokens per forward pass; bounds what the attention mask and the activations of a long prompt take."""
 
-_ROW_BLOCK = 4
-"""Rows that the CPU's matrix products compute together; see `FixedShape`."""
 _REUSED = 64
 """Positions that are reused together where any number of them may be."""
 
-SeenLogits = Callable[[int, torch.Tensor], None]
-"""Takes the position of a chunk's first token, and logits [chunk, vocabulary]."""
-
-
-class AnyTarget(Protocol):
-    """A model as a function from tokens to logits: a `Target`, or a `PlainTarget` where nothing can be verified.
-
-    Caches are those of its own `new_cache`.
-    """
-
-    model: PreTrainedModel
-    config: Any
-    cpu: CpuForward | None
-    fixed: FixedShape | None
-    pads: bool
-    """Whether a pass over several texts costs as many positions for each as its largest tree."""
-    shares: bool
-    """Whether several texts share a pass at all."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model's inputs go."""
-
-    @property
-    def context_window(self) -> int | None:
-        """Most positions the model was made for, or None if its configuration does not say."""
-
-    @property
-    def moved(self) -> tuple[int, int]:
-        """See `Target.moved`."""
-
-    def new_cache(self, positions: int, max_nodes: int) -> Any:
-        """See `Target.new_cache`."""
-
-    def cache_bytes(self, positions: int, max_nodes: int) -> int:
-        """See `Target.cache_bytes`."""
-
-    def prefill(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> torch.Tensor:
-        """See `Target.prefill`."""
-
-    def read(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> Iterator[torch.Tensor]:
-        """See `Target.read`."""
-
-    def verify(self, root: int, tree: DraftTree, cache: Any) -> torch.Tensor:
-        """See `Target.verify`."""
-
-    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
-        """See `Target.verify_batch`."""
-
-    def deepest(self, root: int) -> int | None:
-        """See `Target.deepest`."""
-
-    def reuse(self, *, strict: bool) -> Reuse | None:
-        """See `Target.reuse`."""
-
-
-class AnyCache(Protocol):
-    """What a target keeps of a text."""
-
-    @property
-    def length(self) -> int:
-        """Committed positions."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-
-    def keep(self, rows: list[int]) -> None:
-        """Commit those positions of the last forward pass."""
-
-    def release(self) -> None:
-        """Give back all that is held, at once; the text is not decoded any further."""
-
-
 _MASKED_BACKENDS = {"sdpa": torch.bool, "eager": None}
 """Attention backends that take a 4-D mask, and its dtype; None: the model's, added to the scores."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One text's part of a pass.
-
-    Attributes:
-        root: Its last accepted token; its keys are not in the cache yet.
-        tree: Candidate continuations.
-        cache: The committed text.
-    """
-
-    root: int
-    tree: DraftTree
-    cache: Any
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """What of a text's keys and values may stand for those of another text that begins the same.
-
-    Attributes:
-        block: Positions that are reused together, from a multiple of that on.
-        answers: Whether an answer's are, as closely as is asked, those that reading it in a prompt gives.
-        before: Only those of texts whose prompt is no longer than that, and of positions before it; None: all.
-    """
-
-    block: int
-    answers: bool = True
-    before: int | None = None
-
-    def positions(self, prompt: int, committed: int) -> int:
-        """How many positions of a text, from its first on, other texts may have, or it may have from others.
-
-        Args:
-            prompt: Tokens of its prompt.
-            committed: Tokens of it that were read, those of the answer included.
-        """
-        if self.before is not None:
-            committed = min(committed, self.before) if prompt <= self.before else 0
-        return committed if self.answers else min(committed, prompt)
-
-
-@dataclass(frozen=True)
-class FixedShape:
-    """Shapes that do not depend on what was drafted, so that rounding does not either.
-
-    Every pass has `width` positions, padded; attention runs over a number of positions that grows by `bucket` and
-    depends on the root's position alone.
-
-    Attributes:
-        width: Positions of a pass: the root and up to `width - 1` drafted ones. A multiple of 4 keeps the bits of a
-            row at every place of the pass: PyTorch's float32 products (MKL) compute rows in blocks of 4 and what is
-            left over by another kernel, and its vectorised functions compute the last elements of an array, those
-            behind the last multiple of 32, by another formula.
-        bucket: Step in which the attended positions grow.
-    """
-
-    width: int = 16
-    bucket: int = 256
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, width: int | None = None) -> FixedShape:
-        """The shape for a model where it lies.
-
-        Args:
-            model: The model.
-            width: Positions of a pass, rounded up to a multiple of 4; None takes what pays on the kind of device
-                (docs/exactness.md). It is never measured, so that a machine always rounds the same way.
-        """
-        if width is None:
-            width = cls.width
-            if model.device.type == "cpu":
-                width = 8 if model.dtype == torch.float32 or not slow_products() else 4
-        return cls(-(-width // _ROW_BLOCK) * _ROW_BLOCK)
-
-    def shown(self, root: int) -> int:
-        """Positions attended to when the root stands at `root`."""
-        return -(-(root + self.width) // self.bucket) * self.bucket
-
-    def longest_chain(self, root: int) -> int:
-        """Most drafted tokens whose positions plain decoding attends to in the same shape."""
-        return min(self.width - 1, self.shown(root) - self.width - root)
 
 
 class Target:
@@ -486,14 +328,6 @@ class Target:
             return mask
         least = torch.finfo(self._mask_dtype).min
         return torch.zeros(mask.shape, dtype=self._mask_dtype, device=self.device).masked_fill(~mask, least)
-
-
-def last_of(logits: Iterator[torch.Tensor]) -> torch.Tensor:
-    """The last logits of a prompt that is read to its end."""
-    last = torch.empty(0)
-    for last in logits:  # noqa: B007
-        pass
-    return last
 
 
 def _padded(root: int, tree: DraftTree, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:

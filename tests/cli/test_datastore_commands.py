@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from reader_rag.cli.main import app
 from reader_rag.datastore import Datastore, Searcher
 from reader_rag.engine.datastore_lookup import answers_of, texts_of
-from reader_rag.model import registry as models
+from reader_rag.model import loading as models
 
 
 def run(*arguments: str | Path, typed: str = "") -> Result:

@@ -15,7 +15,7 @@ from reader_rag.cli.main import app
 from reader_rag.datastore import Datastore
 from reader_rag.draft.step_table import StepTable
 from reader_rag.engine.datastore_lookup import open_datastore
-from reader_rag.model import registry as models
+from reader_rag.model import loading as models
 
 MODEL = "org/a-model"
 

@@ -22,10 +22,13 @@ from reader_rag.engine.engine import Engine
 from reader_rag.engine.reader_stream import GenerationStream
 from reader_rag.engine.step import advance
 from reader_rag.kv_cache import batch_cache
-from reader_rag.kv_cache.batch_cache import BatchCache, BatchLayer, Pass, Policy
+from reader_rag.kv_cache.batch_cache import BatchCache, Policy
+from reader_rag.kv_cache.batch_layer import BatchLayer, Pass
 from reader_rag.kv_cache.tree_cache import TreeCache
+from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.interface import Step
 from reader_rag.model.plain_target import PlainCache
-from reader_rag.model.target import FixedShape, Step, Target
+from reader_rag.model.target import Target
 
 HEADS, KEY_WIDTH, VALUE_WIDTH = 2, 3, 5
 OF_A_POSITION = HEADS * (KEY_WIDTH + VALUE_WIDTH) * 4

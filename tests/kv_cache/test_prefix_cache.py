@@ -23,9 +23,10 @@ from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ConfigError, ReaderWarning, UnsupportedModelError
 from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.kv_cache.tree_cache import States, TreeCache
+from reader_rag.model import fixed_shape
 from reader_rag.model import target as step
 from reader_rag.model.cpu import forward as cpu_forward
-from reader_rag.model.target import Reuse
+from reader_rag.model.interface import Reuse
 from reader_rag.sampling.sampler import Verified
 
 POSITION = 16
@@ -289,7 +290,7 @@ def text_of(length: int, seed: int = 0) -> list[int]:
 @pytest.fixture
 def loops_read_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU on which prompts in 16 bits are read by the compiled loops."""
-    for module in (cpu_forward, step):
+    for module in (cpu_forward, fixed_shape):
         monkeypatch.setattr(module, "slow_products", lambda: True)
 
 
@@ -349,7 +350,7 @@ def test_to_the_last_bit_where_the_loops_read_prompts(dtype: torch.dtype, exactn
 def test_to_the_last_bit_too_where_the_loops_decode_16_bits_that_pytorch_reads(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (cpu_forward, step):
+    for module in (cpu_forward, fixed_shape):
         monkeypatch.setattr(module, "slow_products", lambda: False)
     monkeypatch.setattr(step, "PREFILL_CHUNK", 32)
     model = make_model("Llama").to(dtype)

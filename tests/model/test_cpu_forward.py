@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from reader_rag.draft import DraftTree
 from reader_rag.model.cpu import forward as cpu_forward
-from reader_rag.model.cpu import kernels as cpu_kernels
+from reader_rag.model.cpu import products, rounding
 from reader_rag.model.cpu.forward import CpuForward, Rows
 from reader_rag.model.self_test import keeps_bits, verifies_trees
 from reader_rag.model.target import Target
@@ -258,11 +258,11 @@ def test_rounding_is_that_of_float16() -> None:
         past = np.nextafter(tie, np.float32(np.inf))
         values = np.concatenate([v[~np.isnan(v)] for v in (exact, tie, past)])
         expected = values.astype(np.float16)
-    assert [cpu_kernels.widen(value) for value in bits[numbers]] == exact.tolist()
-    assert [cpu_kernels.narrowed(value, bits) for value in values] == expected.view(np.int16).tolist()
-    assert [cpu_kernels.rounded(value, bits) for value in values] == expected.astype(np.float32).tolist()
-    assert np.isnan(cpu_kernels.rounded(np.float32(np.nan), bits))
-    assert np.isnan(cpu_kernels.widen(np.int16(cpu_kernels.narrowed(np.float32(np.nan), bits))))
+    assert [rounding.widen(value) for value in bits[numbers]] == exact.tolist()
+    assert [rounding.narrowed(value, bits) for value in values] == expected.view(np.int16).tolist()
+    assert [rounding.rounded(value, bits) for value in values] == expected.astype(np.float32).tolist()
+    assert np.isnan(rounding.rounded(np.float32(np.nan), bits))
+    assert np.isnan(rounding.widen(np.int16(rounding.narrowed(np.float32(np.nan), bits))))
 
 
 def test_rounding_is_that_of_bfloat16() -> None:
@@ -275,23 +275,21 @@ def test_rounding_is_that_of_bfloat16() -> None:
     like = np.zeros(1, np.uint16)
     expected = torch.from_numpy(values).bfloat16()
     bits = expected.view(torch.uint16).numpy()
-    assert [cpu_kernels.narrowed(value, like) for value in values] == bits.tolist()
-    assert [cpu_kernels.rounded(value, like) for value in values] == expected.float().tolist()
-    assert [cpu_kernels.widen(value) for value in bits] == expected.float().tolist()
-    assert np.isnan(cpu_kernels.rounded(np.float32(np.nan), like))
+    assert [rounding.narrowed(value, like) for value in values] == bits.tolist()
+    assert [rounding.rounded(value, like) for value in values] == expected.float().tolist()
+    assert [rounding.widen(value) for value in bits] == expected.float().tolist()
+    assert np.isnan(rounding.rounded(np.float32(np.nan), like))
     exact = np.zeros(1, np.float32)
-    assert (
-        cpu_kernels.rounded(np.float32(0.1), exact) == cpu_kernels.narrowed(np.float32(0.1), exact) == np.float32(0.1)
-    )
-    assert cpu_kernels.widen(np.float32(0.1)) == np.float32(0.1)
+    assert rounding.rounded(np.float32(0.1), exact) == rounding.narrowed(np.float32(0.1), exact) == np.float32(0.1)
+    assert rounding.widen(np.float32(0.1)) == np.float32(0.1)
 
 
 def test_its_exponential_is_that_of_numpy() -> None:
     x = np.linspace(-80, 80, 20001, dtype=np.float32)
-    got = np.array([cpu_kernels._exp(value) for value in x])
+    got = np.array([products._exp(value) for value in x])
     assert np.abs(got / np.exp(x.astype(np.float64)) - 1).max() < 3e-7
-    assert cpu_kernels._exp(np.float32(-1000)) < 1e-37
-    assert np.isfinite(cpu_kernels._exp(np.float32(1000)))
+    assert products._exp(np.float32(-1000)) < 1e-37
+    assert np.isfinite(products._exp(np.float32(1000)))
 
 
 def test_the_self_test_of_strict_decoding_tries_a_tree() -> None:

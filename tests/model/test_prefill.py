@@ -8,7 +8,8 @@ from random_trees import random_tokens
 from tiny_models import TREES, VOCABULARY, make_model
 
 from reader_rag.model import target as step
-from reader_rag.model.target import FixedShape, Target
+from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.target import Target
 
 
 @pytest.mark.parametrize("fixed", [None, FixedShape(width=5, bucket=64)])

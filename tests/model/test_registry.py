@@ -12,7 +12,8 @@ import pytest
 
 from reader_rag.errors import ConfigError, ModelError, ModelNotFoundError, UnsupportedModelError
 from reader_rag.model import registry as models
-from reader_rag.model.registry import ALIASES, get_model, list_models, load_model, resolve_embed_model, resolve_model
+from reader_rag.model.loading import load_model, resolve_device, resolve_dtype
+from reader_rag.model.registry import ALIASES, get_model, list_models, resolve_embed_model, resolve_model
 
 WORDS = ["<pad>", "<bos>", "<eos>", "a", "b", "c", "Ġ", "ab", "Ġc"]
 MERGES = ["a b", "Ġ c"]
@@ -366,7 +367,7 @@ def test_a_local_folder_is_loaded_with_its_tokenizer(tiny_folder: Path, tiny_mod
     assert all(torch.equal(value, tiny_model.state_dict()[name]) for name, value in model.state_dict().items())
     assert (model.dtype, model.device.type, model.training) == (
         torch.float32,
-        models.resolve_device("auto").type,
+        resolve_device("auto").type,
         False,
     )
     assert tokenizer.decode(tokenizer("naïve 🙂")["input_ids"]) == "naïve 🙂"
@@ -382,7 +383,7 @@ def test_a_dtype_that_is_asked_for_is_given(tiny_folder: Path, dtype: str) -> No
 def test_auto_is_float32_on_a_cpu() -> None:
     import torch
 
-    assert models.resolve_dtype("auto", torch.device("cpu")) == torch.float32
+    assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
 
 
 def test_an_unknown_dtype_or_device_is_refused_by_name(tiny_folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from numba import config as numba_config
 from numba import njit
 
-from reader_rag.model.cpu import kernels as cpu_kernels
+from reader_rag.model.cpu import attention
 from reader_rag.model.cpu import simd as lanes
 
 pytestmark = pytest.mark.skipif(bool(numba_config.DISABLE_JIT), reason="vectors need the compiler")
@@ -42,7 +42,7 @@ def _combined(rows: Any, out: Any) -> None:
 @njit
 def _exponentials(values: Any, out: Any) -> None:
     for j in range(0, values.shape[1], 8):
-        lanes.store(out, 0, j, cpu_kernels._exponential(lanes.load(values, 0, j)))
+        lanes.store(out, 0, j, attention._exponential(lanes.load(values, 0, j)))
 
 
 @njit

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 
 from reader_rag.draft import DraftTree
 from reader_rag.errors import UnsupportedModelError
+from reader_rag.model import fixed_shape
 from reader_rag.model import target as step
+from reader_rag.model.fixed_shape import FixedShape
 from reader_rag.model.select_target import select_target
 from reader_rag.model.self_test import verifies_trees
-from reader_rag.model.target import FixedShape, Target
+from reader_rag.model.target import Target
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
@@ -239,7 +241,7 @@ def test_fixed_shapes_compute_what_free_ones_do() -> None:
 def test_fixed_shapes_are_as_wide_as_pays_on_the_kind_of_cpu(
     dtype: torch.dtype, slow: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "slow_products", lambda: slow)
+    monkeypatch.setattr(fixed_shape, "slow_products", lambda: slow)
     model = make_model("Llama").to(dtype)
     assert FixedShape.of(model).width == width
     assert [FixedShape.of(model, given).width for given in (2, 4, 5, 16, 17)] == [4, 4, 8, 16, 20]

@@ -14,7 +14,7 @@ import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from reader_rag.errors import ModelError
-from reader_rag.model.registry import load_model
+from reader_rag.model.loading import load_model
 from reader_rag.util.quiet import quiet_loading
 
 LIBRARY = logging.getLogger("some_library.backends.cpu")

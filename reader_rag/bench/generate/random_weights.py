@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from reader_rag.engine.engine import Engine
 from reader_rag.errors import ModelError
-from reader_rag.model.registry import resolve_device, resolve_dtype
+from reader_rag.model.loading import resolve_device, resolve_dtype
 
 
 class NoText:

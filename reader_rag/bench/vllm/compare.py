@@ -63,7 +63,7 @@ def read_tasks(model: str, prompts: Sequence[Any], max_model_len: int, max_token
     Raises:
         ConfigError: None is left.
     """
-    from reader_rag.model.registry import load_tokenizer
+    from reader_rag.model.loading import load_tokenizer
 
     tokenizer, _ = load_tokenizer(model)
     tasks = []

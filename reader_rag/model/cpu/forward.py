@@ -1,7 +1,7 @@
 """The forward pass of Llama-shaped models on the CPU, without PyTorch between the weights and the logits.
 
-It reads the weights of the loaded model where they lie, and the model stays as it is. See `cpu_kernels` for what it
-promises: a row's bits do not depend on the rows beside it.
+It reads the weights of the loaded model in place, and the model stays as it is. The bits of a row do not depend on the
+rows beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from transformers import PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.tree_cache import TreeCache
-from reader_rag.model.cpu import kernels
+from reader_rag.model.cpu.attention import Caches, Paths, Rotation
+from reader_rag.model.cpu.layers import LINEARS, Buffers, Weights, compute_layers
+from reader_rag.model.cpu.products import ROWS_AT_ONCE, Heads, Linear, Norm, norm_and_project
 from reader_rag.model.cpu.simd import LANES
 
 Array = NDArray[Any]
@@ -39,31 +41,6 @@ _SLOW_PRODUCTS = ("DEFAULT", "AVX2")
 _numba: Any = numba.config
 _pool = threading.Lock()
 """Numba's threads serve one parallel loop at a time."""
-
-
-@dataclass(frozen=True)
-class _Linear:
-    weight: Array
-    """[features, width]"""
-    bias: Array
-    """float32 [features]"""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """The weights of one decoder layer; `q_norm` and `k_norm` are empty where heads are not normalised."""
-
-    input_norm: Array
-    q: _Linear
-    k: _Linear
-    v: _Linear
-    q_norm: Array
-    k_norm: Array
-    o: _Linear
-    gated_norm: Array
-    gate: _Linear
-    up: _Linear
-    down: _Linear
 
 
 @dataclass(frozen=True)
@@ -122,15 +99,13 @@ class CpuForward:
         self._dtype = model.dtype
         self._rotary = base.rotary_emb
         self._embedding = self._array(base.embed_tokens.weight)
-        self._layers = [self._layer(layer) for layer in base.layers]
-        self._norm = self._array(base.norm.weight)
+        attention, epsilon = base.layers[0].self_attn, np.float32(base.norm.variance_epsilon)
+        self._weights = self._layers_of(base.layers, epsilon, np.float32(attention.scaling))
+        self._norm = Norm(self._array(base.norm.weight), epsilon)
         self._head = self._linear(model.lm_head)
-        attention = base.layers[0].self_attn
-        self.heads = int(self._layers[0].k.weight.shape[0] // attention.head_dim)
         self.width = int(attention.head_dim)
-        self._scale = np.float32(attention.scaling)
-        self._epsilon = np.float32(base.norm.variance_epsilon)
-        self._cos = self._sin = np.zeros((0, self.width), np.float32)
+        self.heads = int(self._weights.shapes[LINEARS.index("k"), 0]) // self.width
+        self._rotation = Rotation(*np.zeros((2, 0, self.width), np.float32))
         self._angles(256)
 
     @classmethod
@@ -146,7 +121,7 @@ class CpuForward:
     @property
     def layers(self) -> int:
         """Number of layers."""
-        return len(self._layers)
+        return len(self._weights.norms)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,97 +148,90 @@ class CpuForward:
                     f"{text.cache.length + len(text.tokens)} positions do not fit a cache of {text.cache.capacity}"
                 )
         starts = np.cumsum([0, *(len(text.tokens) for text in texts)])
-        committed = np.array([text.cache.length for text in texts])
-        capacities = np.array([text.cache.capacity for text in texts])
         tokens, depths = (np.concatenate([getattr(text, name) for text in texts]) for name in ("tokens", "depths"))
         paths = np.zeros((len(tokens), max(text.paths.shape[1] for text in texts)), np.int32)
         for text, start in zip(texts, starts, strict=False):
             paths[start : start + len(text.tokens), : text.paths.shape[1]] = text.paths
-        arrays = [text.cache.arrays for text in texts]
-        keys, values = (np.array([pair[which].ctypes.data for pair in arrays]) for which in (0, 1))
-        strides = [np.array([pair[which].strides[0] for pair in arrays]) for which in (0, 1)]
-        like = arrays[0][0][0, 0]
+        caches = self._caches(texts, starts)
+        angles = self._angles(max(text.cache.length + int(text.depths.max()) + 1 for text in texts))
         rows = len(tokens)
-        padded = -(-rows // kernels.ROWS_AT_ONCE) * kernels.ROWS_AT_ONCE
-        cos, sin = self._angles(max(text.cache.length + int(text.depths.max()) + 1 for text in texts))
 
-        def buffer(features: int, count: int = padded) -> Array:
-            return np.zeros((count, features), np.float32)
+        def buffer(features: int, count: int = rows) -> Array:
+            return np.zeros((-(-count // ROWS_AT_ONCE) * ROWS_AT_ONCE, features), np.float32)
 
-        first = self._layers[0]
         x = buffer(self._embedding.shape[1])
         x[:rows] = _widened(self._embedding[tokens])
-        normed = np.zeros_like(x)
-        q, k, v = (buffer(linear.weight.shape[0]) for linear in (first.q, first.k, first.v))
-        attended, gated = np.zeros_like(q), buffer(first.gate.weight.shape[0])
-        epsilon = self._epsilon
+        features = dict(zip(LINEARS, self._weights.shapes[:, 0].tolist(), strict=True))
+        heads = Heads(*(buffer(features[name]) for name in "qkv"))
+        buffers = Buffers(np.zeros_like(x), heads, np.zeros_like(heads.q), buffer(features["gate"]))
         with _pool:
             threads = torch.get_num_threads()
             numba.set_num_threads(min(threads, _numba.NUMBA_NUM_THREADS))
             if torch.get_num_threads() != threads:  # numba's first threads change PyTorch's: they share OpenMP
                 torch.set_num_threads(threads)
-            for n, layer in enumerate(self._layers):
-                kernels.norm_and_project_three(
-                    x, rows, layer.input_norm, epsilon, normed,
-                    layer.q.weight, layer.k.weight, layer.v.weight, layer.q.bias, layer.k.bias, layer.v.bias, q, k, v,
-                )  # fmt: skip
-                kernels.attend(
-                    q, k, v, starts, layer.q_norm, layer.k_norm, epsilon, cos, sin, depths, paths, committed,
-                    capacities, self._scale, keys + n * strides[0], values + n * strides[1], like, attended,
-                )  # fmt: skip
-                kernels.project_and_add(attended, rows, layer.o.weight, layer.o.bias, x)
-                kernels.norm_and_gate(
-                    x, rows, layer.gated_norm, epsilon, normed,
-                    layer.gate.weight, layer.up.weight, layer.gate.bias, layer.up.bias, gated,
-                )  # fmt: skip
-                kernels.project_and_add(gated, rows, layer.down.weight, layer.down.bias, x)
+            compute_layers(x, rows, self._weights, angles, Paths(depths, paths), caches, buffers)
             wanted = [np.arange(starts[n] + text.first_logits, starts[n + 1]) for n, text in enumerate(texts)]
             chosen = np.concatenate(wanted)
-            last = buffer(x.shape[1], -(-len(chosen) // kernels.ROWS_AT_ONCE) * kernels.ROWS_AT_ONCE)
+            last = buffer(x.shape[1], len(chosen))
             last[: len(chosen)] = x[chosen]
             logits = np.empty((len(last), self._head.weight.shape[0]), np.float32)
-            kernels.norm_and_project(
-                last, len(chosen), self._norm, epsilon, np.zeros_like(last), self._head.weight, self._head.bias, logits
-            )
+            norm_and_project(last, len(chosen), self._norm, np.zeros_like(last), self._head, logits)
         return list(torch.from_numpy(logits[: len(chosen)]).split([len(rows) for rows in wanted]))
 
-    def _angles(self, positions: int) -> tuple[Array, Array]:
-        """Cosines and sines, float32 [at least `positions`, width], as the model's own module makes them."""
-        if len(self._cos) < positions:
+    def _caches(self, texts: Sequence[Rows], starts: NDArray[np.int64]) -> Caches:
+        arrays = [text.cache.arrays for text in texts]
+        keys, values = (np.array([pair[which].ctypes.data for pair in arrays]) for which in (0, 1))
+        committed = np.array([text.cache.length for text in texts])
+        capacities = np.array([text.cache.capacity for text in texts])
+        return Caches(starts, committed, capacities, keys, values, arrays[0][0][0, 0])
+
+    def _angles(self, positions: int) -> Rotation:
+        """Cosines and sines of at least so many positions, as the model's own module makes them."""
+        if len(self._rotation.cos) < positions:
             count = 1 << (positions - 1).bit_length()
             with torch.inference_mode():
                 cos, sin = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(count)[None])
             if cos.shape[-1] != self.width:
                 raise _Unknown("rotates a part of each head")
-            self._cos, self._sin = cos[0].float().numpy(), sin[0].float().numpy()
-        return self._cos, self._sin
+            self._rotation = Rotation(cos[0].float().numpy(), sin[0].float().numpy())
+        return self._rotation
 
-    def _layer(self, layer: Any) -> _Layer:
-        attention, feed = layer.self_attn, layer.mlp
-        none = np.zeros(0, self._embedding.dtype)
-        normed = hasattr(attention, "q_norm")
-        return _Layer(
-            input_norm=self._array(layer.input_layernorm.weight),
-            q=self._linear(attention.q_proj),
-            k=self._linear(attention.k_proj),
-            v=self._linear(attention.v_proj),
-            q_norm=self._array(attention.q_norm.weight) if normed else none,
-            k_norm=self._array(attention.k_norm.weight) if normed else none,
-            o=self._linear(attention.o_proj),
-            gated_norm=self._array(layer.post_attention_layernorm.weight),
-            gate=self._linear(feed.gate_proj),
-            up=self._linear(feed.up_proj),
-            down=self._linear(feed.down_proj),
+    def _layers_of(self, layers: Sequence[Any], epsilon: np.float32, scale: np.float32) -> Weights:
+        """Weights of all layers; their arrays are held in `_held`, since `Weights` has their addresses alone."""
+        norms, linears = [], []
+        for layer in layers:
+            attention, feed = layer.self_attn, layer.mlp
+            heads = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else (None, None)
+            modules = (layer.input_layernorm, *heads, layer.post_attention_layernorm)
+            none = np.zeros(0, self._embedding.dtype)
+            norms.append([none if module is None else self._array(module.weight) for module in modules])
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            linears.append(
+                [self._linear(module) for module in (*projections, feed.gate_proj, feed.up_proj, feed.down_proj)]
+            )
+        self._held = norms, linears
+        if any([a.shape for a in others] != [a.shape for a in norms[0]] for others in norms) or any(
+            [a.weight.shape for a in others] != [a.weight.shape for a in linears[0]] for others in linears
+        ):
+            raise _Unknown("layers of different shapes")
+        return Weights(
+            norms=np.array([[array.ctypes.data for array in layer] for layer in norms]),
+            widths=np.array([len(array) for array in norms[0]]),
+            linears=np.array([[[part.ctypes.data for part in linear] for linear in layer] for layer in linears]),
+            shapes=np.array([linear.weight.shape for linear in linears[0]]),
+            like=none,
+            epsilon=epsilon,
+            scale=scale,
         )
 
-    def _linear(self, module: Any) -> _Linear:
+    def _linear(self, module: Any) -> Linear:
         if type(module) is not nn.Linear:  # quantised, or with an adapter
             raise _Unknown(type(module).__name__)
         weight = self._array(module.weight)
         bias = np.zeros(len(weight), np.float32)
         if module.bias is not None:
             bias = module.bias.detach().float().numpy()
-        return _Linear(weight, bias)
+        return Linear(weight, bias)
 
     def _array(self, tensor: torch.Tensor) -> Array:
         """A parameter as NumPy sees it, not copied."""
@@ -307,7 +275,7 @@ def head_width(config: Any) -> int:
 
 
 def _widened(values: Array) -> Array:
-    """float32 of float32, or of the bits of a 16-bit type; see `cpu_kernels`."""
+    """float32 of float32, or of the bits of a 16-bit type."""
     if values.dtype == np.int16:
         return values.view(np.float16).astype(np.float32)
     if values.dtype == np.uint16:

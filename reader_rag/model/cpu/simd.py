@@ -94,7 +94,7 @@ def load(typing_context: Any, array: Any, i: Any, j: Any) -> Any:
 
 
 def _from_float16(builder: Any, half: Any) -> Any:
-    """As `cpu_kernels._from_float16`: no case is left to arithmetic on denormal numbers."""
+    """As `rounding._from_float16`: no case is left to arithmetic on denormal numbers."""
 
     def integers(value: int) -> ir.Constant:
         return _constant(_INTEGERS, value)

@@ -1,0 +1,259 @@
+"""The linear layers and normalisations of a decoder layer, for a few rows at a time.
+
+PyTorch's matrix products are made for many rows: on a CPU without AVX-512 a product of 8 rows in bfloat16 takes it
+seven times as long as one of 1 row, though both read the same weights, and what it does between products takes as long
+again (docs/benchmarks/README.md). These loops read each weight once for all rows, and nothing runs between them.
+
+Every row is computed by the same instructions in the same order whatever rows are beside it. Sums are taken in float32;
+in 16 bits they are rounded where PyTorch's modules round. Activations are float32 (with values that the type of the
+weights has). Arrays of rows have room for a multiple of four.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from reader_rag.model.cpu.rounding import rounded, widen
+
+ROWS_AT_ONCE = 4
+"""Rows of a block; arrays of activations have a multiple of it."""
+
+_LANES = {"reassoc", "contract", "nsz"}
+"""Sums may be taken in vector lanes; infinities and NaNs stay what they are."""
+FUSED = {"contract", "nsz"}
+"""Sums are taken in the written order."""
+
+
+class Linear(NamedTuple):
+    """The arrays of a linear layer.
+
+    Attributes:
+        weight: [features, inputs].
+        bias: float32 [features].
+    """
+
+    weight: Any
+    bias: Any
+
+
+class Norm(NamedTuple):
+    """A root mean square normalisation (arXiv 1910.07467).
+
+    Attributes:
+        weight: [width], or empty for none.
+        epsilon: float32, added to the mean square.
+    """
+
+    weight: Any
+    epsilon: Any
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of the rows of a pass.
+
+    Attributes:
+        q: float32 [rows up to a multiple of 4, heads * width].
+        k: float32 [rows up to a multiple of 4, key heads * width].
+        v: float32 [rows up to a multiple of 4, key heads * width].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+
+
+@njit(cache=True, fastmath=_LANES, error_model="numpy", nogil=True)
+def _products(a: Any, b: Any, x0: Any, x1: Any, x2: Any, x3: Any) -> Any:
+    """The products of two weight rows with four rows of activations.
+
+    The only place where long sums of products are taken, so that each of them is always the same sum.
+    """
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+    for k in range(x0.shape[0]):
+        wa, wb = widen(a[k]), widen(b[k])
+        a0 += wa * x0[k]
+        a1 += wa * x1[k]
+        a2 += wa * x2[k]
+        a3 += wa * x3[k]
+        b0 += wb * x0[k]
+        b1 += wb * x1[k]
+        b2 += wb * x2[k]
+        b3 += wb * x3[k]
+    return a0, a1, a2, a3, b0, b1, b2, b3
+
+
+@njit(cache=True, fastmath=_LANES, error_model="numpy", nogil=True)
+def _mean_square(row: Any) -> Any:
+    total = np.float32(0)
+    for value in row:
+        total += value * value
+    return total / np.float32(row.shape[0])
+
+
+@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
+def normalize(row: Any, weight: Any, epsilon: Any, out: Any) -> None:
+    """Root mean square normalisation of one row (arXiv 1910.07467)."""
+    scale = np.float32(1) / np.sqrt(_mean_square(row) + epsilon)
+    for k in range(row.shape[0]):
+        out[k] = rounded(widen(weight[k]) * rounded(row[k] * scale, weight), weight)
+
+
+@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
+def _exp(x: Any) -> Any:
+    """e**x in float32, within two units in the last place; a loop over it becomes vector code."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _two_streams(pair: Any, features: Any) -> Any:
+    """The two features that are computed together, one of each half of the layer.
+
+    A thread that goes through its pairs in order reads two long runs of memory, which the CPU fetches ahead.
+    """
+    n = np.int64(pair)
+    m = n + (features + 1) // 2
+    return n, m if m < features else n
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _pair(weight: Any, pair: Any, bias: Any, x: Any, rows: Any, out: Any) -> None:
+    """Two features of a linear layer, for all rows."""
+    n, m = _two_streams(pair, weight.shape[0])
+    for r in range(0, rows, 4):
+        a0, a1, a2, a3, b0, b1, b2, b3 = _products(weight[n], weight[m], x[r], x[r + 1], x[r + 2], x[r + 3])
+        out[r, n], out[r, m] = rounded(a0 + bias[n], weight), rounded(b0 + bias[m], weight)
+        out[r + 1, n], out[r + 1, m] = rounded(a1 + bias[n], weight), rounded(b1 + bias[m], weight)
+        out[r + 2, n], out[r + 2, m] = rounded(a2 + bias[n], weight), rounded(b2 + bias[m], weight)
+        out[r + 3, n], out[r + 3, m] = rounded(a3 + bias[n], weight), rounded(b3 + bias[m], weight)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def norm_and_project(x: Any, rows: Any, norm: Any, normed: Any, linear: Any, out: Any) -> None:
+    """`out = linear(norm(x))`.
+
+    Args:
+        x: float32 [rows up to a multiple of 4, inputs].
+        rows: Rows to compute.
+        norm: `Norm` of the inputs.
+        normed: Like `x`; overwritten with `norm(x)`.
+        linear: `Linear`.
+        out: float32 [rows up to a multiple of 4, features].
+    """
+    weight, bias = linear.weight, linear.bias
+    for r in range(rows):
+        normalize(x[r], norm.weight, norm.epsilon, normed[r])
+    for pair in prange((weight.shape[0] + 1) // 2):
+        _pair(weight, pair, bias, normed, rows, out)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def norm_and_project_heads(x: Any, rows: Any, norm: Any, normed: Any, q: Any, k: Any, v: Any, heads: Any) -> None:
+    """Queries, keys and values of `norm(x)`.
+
+    Args:
+        x: float32 [rows up to a multiple of 4, inputs].
+        rows: Rows to compute.
+        norm: `Norm` of the inputs.
+        normed: Like `x`; overwritten with `norm(x)`.
+        q: `Linear` of the queries.
+        k: `Linear` of the keys.
+        v: `Linear` of the values.
+        heads: `Heads`; overwritten.
+    """
+    weight_q, bias_q, weight_k, bias_k, weight_v, bias_v = q.weight, q.bias, k.weight, k.bias, v.weight, v.bias
+    queries, keys, values = heads.q, heads.k, heads.v
+    for r in range(rows):
+        normalize(x[r], norm.weight, norm.epsilon, normed[r])
+    pairs_q, pairs_k = (weight_q.shape[0] + 1) // 2, (weight_k.shape[0] + 1) // 2
+    for pair in prange(pairs_q + pairs_k + (weight_v.shape[0] + 1) // 2):
+        if pair < pairs_q:
+            _pair(weight_q, pair, bias_q, normed, rows, queries)
+        elif pair < pairs_q + pairs_k:
+            _pair(weight_k, pair - pairs_q, bias_k, normed, rows, keys)
+        else:
+            _pair(weight_v, pair - pairs_q - pairs_k, bias_v, normed, rows, values)
+
+
+_BLOCK = 32
+"""Features of the feed-forward layer that a thread gates at once."""
+
+
+@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
+def _gate(gated: Any, out: Any, like: Any) -> None:
+    """`out = silu(gated) * out`."""
+    for k in range(gated.shape[0]):
+        value = rounded(gated[k], like)
+        value = rounded(value / (np.float32(1) + _exp(-value)), like)
+        out[k] = rounded(value * rounded(out[k], like), like)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def norm_and_gate(x: Any, rows: Any, norm: Any, normed: Any, gate: Any, up: Any, out: Any) -> None:
+    """`out = silu(gate(norm(x))) * up(norm(x))`.
+
+    Args:
+        x: float32 [rows up to a multiple of 4, inputs].
+        rows: Rows to compute.
+        norm: `Norm` of the inputs.
+        normed: Like `x`; overwritten with `norm(x)`.
+        gate: `Linear`.
+        up: `Linear`, of as many features.
+        out: float32 [rows up to a multiple of 4, features].
+    """
+    weight_gate, bias_gate, weight_up, bias_up = gate.weight, gate.bias, up.weight, up.bias
+    for r in range(rows):
+        normalize(x[r], norm.weight, norm.epsilon, normed[r])
+    blocks = (weight_gate.shape[0] + _BLOCK - 1) // _BLOCK
+    for block in prange(blocks):
+        first = np.int64(block) * _BLOCK
+        count = min(_BLOCK, weight_gate.shape[0] - first)
+        gated = np.empty((rows + 3, _BLOCK), np.float32)
+        for k in range(count):
+            n = first + k
+            for r in range(0, rows, 4):
+                g0, g1, g2, g3, u0, u1, u2, u3 = _products(
+                    weight_gate[n], weight_up[n], normed[r], normed[r + 1], normed[r + 2], normed[r + 3]
+                )
+                gated[r, k], out[r, n] = g0 + bias_gate[n], u0 + bias_up[n]
+                gated[r + 1, k], out[r + 1, n] = g1 + bias_gate[n], u1 + bias_up[n]
+                gated[r + 2, k], out[r + 2, n] = g2 + bias_gate[n], u2 + bias_up[n]
+                gated[r + 3, k], out[r + 3, n] = g3 + bias_gate[n], u3 + bias_up[n]
+        for r in range(rows):
+            _gate(gated[r, :count], out[r, first : first + count], weight_gate)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def project_and_add(values: Any, rows: Any, linear: Any, x: Any) -> None:
+    """`x += linear(values)`.
+
+    Args:
+        values: float32 [rows up to a multiple of 4, inputs].
+        rows: Rows to compute.
+        linear: `Linear`.
+        x: float32 [rows up to a multiple of 4, features].
+    """
+    weight, bias = linear.weight, linear.bias
+    for pair in prange((weight.shape[0] + 1) // 2):
+        n, m = _two_streams(pair, weight.shape[0])
+        p = np.empty(8, np.float32)
+        for r in range(0, rows, 4):
+            p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7] = _products(
+                weight[n], weight[m], values[r], values[r + 1], values[r + 2], values[r + 3]
+            )
+            for j in range(4):
+                x[r + j, n] = rounded(x[r + j, n] + rounded(p[j] + bias[n], weight), weight)
+                if m > n:
+                    x[r + j, m] = rounded(x[r + j, m] + rounded(p[4 + j] + bias[m], weight), weight)

@@ -1,0 +1,162 @@
+"""Loads language models and tokenizers with `transformers`, and turns its errors into ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reader_rag.errors import ConfigError, ModelError, ReaderError
+from reader_rag.model.registry import load_error, model_not_found, resolve_model
+from reader_rag.model.weights_cache import Progress
+from reader_rag.util.quiet import quiet_loading
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_model(
+    name: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load an LLM and its tokenizer, ready for inference.
+
+    Attention is PyTorch's `scaled_dot_product_attention` wherever the model has it.
+
+    Args:
+        name: An alias, a local folder, or a hub id (downloaded at need by `transformers`).
+        dtype: "float32", "bfloat16", "float16", or "auto": see `resolve_dtype`.
+        device: "cpu", "cuda", "cuda:1", ..., or "auto": CUDA where there is one, else the CPU.
+        trust_remote_code: Run model code that comes with the weights. Only for sources you trust.
+        progress: Told about long steps.
+
+    Returns:
+        The model in evaluation mode on `device`, and its tokenizer.
+
+    Raises:
+        ConfigError: `dtype` or `device` is unknown or not on this machine.
+        ModelNotFoundError: There is no such model, or it cannot be reached.
+        UnsupportedModelError: It is not a causal language model.
+        ModelError: Its files are incomplete or damaged, or it does not fit in memory.
+    """
+    target_device = resolve_device(device)
+    target_dtype = resolve_dtype(dtype, target_device)
+    source = resolve_model(name, progress)
+    if progress:
+        progress(f"loading {name}")
+    try:
+        with quiet_loading():
+            return _load(source, target_dtype, target_device, trust_remote_code)
+    except ReaderError:
+        raise
+    except Exception as error:  # transformers, its hub client and torch have no common error
+        raise load_error(name, source, error) from error
+
+
+def load_tokenizer(
+    name: str | Path, *, trust_remote_code: bool = False, progress: Progress | None = None
+) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer of an LLM, and how many token ids the LLM has; its weights are not loaded.
+
+    Arguments and errors as in `load_model`.
+    """
+    from transformers import AutoConfig
+
+    source = resolve_model(name, progress)
+    try:
+        with quiet_loading():
+            tokenizer = _tokenizer(source, trust_remote_code)
+            config: Any = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except ReaderError:
+        raise
+    except Exception as error:  # as in `load_model`
+        raise load_error(name, source, error) from error
+    return tokenizer, int(config.get_text_config(decoder=True).vocab_size)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The PyTorch device that `device` names.
+
+    Args:
+        device: "auto" (CUDA where there is one, else the CPU) or a PyTorch device string.
+
+    Raises:
+        ConfigError: There is no such device on this machine.
+    """
+    import torch
+
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise ConfigError(
+            f"no device {device!r} on this machine: use auto, cpu"
+            + "".join(f", cuda:{index}" for index in range(torch.cuda.device_count()))
+        ) from error
+    if resolved.type == "meta":
+        raise ConfigError("the device 'meta' holds no weights: use auto, cpu or cuda")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The PyTorch type that `dtype` names.
+
+    "auto" is bfloat16 on CUDA (float16 where the card has no bfloat16) and float32 elsewhere: a CPU without matrix
+    units is slower in 16 bits, and in float32 drafted and plain decoding give the same tokens.
+
+    Args:
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        device: Where the model will run.
+
+    Raises:
+        ConfigError: Another name was given.
+    """
+    import torch
+
+    if dtype == "auto":
+        if device.type != "cuda":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if dtype not in _DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}: use auto, {', '.join(_DTYPES)}")
+    resolved: torch.dtype = getattr(torch, dtype)
+    return resolved
+
+
+def _load(
+    source: Path | str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = _tokenizer(source, trust_remote_code)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+    )
+    model: PreTrainedModel = loaded[0]
+    loading: dict[str, Any] = loaded[1]
+    missing = sorted(loading["missing_keys"])
+    if missing:  # transformers would go on with random numbers in their place
+        raise ModelError(
+            f"{source} lacks {len(missing)} of the model's weights ({missing[0]}, ...): it is incomplete, or not a "
+            "language model"
+        )
+    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def _tokenizer(source: Path | str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if isinstance(source, Path) and not (source / "config.json").is_file():
+        raise model_not_found(source, "the folder has no config.json")
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if len(tokenizer) == 0:
+        raise ModelError(f"{source} has no tokenizer: put its tokenizer.json beside the weights")
+    return tokenizer
