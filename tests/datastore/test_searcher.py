@@ -1,18 +1,26 @@
-"""The search finds every place behind a repeat of the end of a text, the longest first, or an even sample."""
+"""A search finds every match of the end of a text, the longest first, or an even sample."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from datastore_tools import SMALL, brute_force, continuations, found, open_store, search
+from datastore_tools import (
+    SMALL,
+    brute_force,
+    continuations,
+    found,
+    open_store,
+    search,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reader_rag.datastore import token_codec
+from reader_rag.datastore import Datastore, token_codec
 from reader_rag.datastore.kernels import layout
-from reader_rag.datastore.kernels.layout import MatchBuffers, SegmentTable, token_at
+from reader_rag.datastore.kernels.layout import MatchBuffers, SegmentTable
 from reader_rag.datastore.kernels.search import STATE_ROWS, find_matches
 from reader_rag.datastore.segment import Document, build_segment
 from reader_rag.datastore.token_codec import TokenCodec
@@ -25,7 +33,15 @@ def vocabulary(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-def test_the_longest_match_comes_first_then_shorter_ones_with_what_follows(tmp_path: Path, vocabulary: int) -> None:
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    with open_store(tmp_path / "s") as opened:
+        yield opened
+
+
+def test_the_longest_match_comes_first_then_shorter_ones_with_their_continuations(
+    tmp_path: Path, vocabulary: int
+) -> None:
     with open_store(tmp_path / "s", vocabulary) as store:
         for name, tokens in DOCUMENTS.items():
             store.add(name, tokens)
@@ -37,17 +53,17 @@ def test_the_longest_match_comes_first_then_shorter_ones_with_what_follows(tmp_p
         assert (cursor.longest_match, cursor.longest_match_count) == (3, 1)
 
 
-def test_a_place_at_a_documents_end_has_nothing_behind_it_and_is_none(tmp_path: Path) -> None:
+def test_the_end_of_a_document_is_no_match(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.add("a", [1, 2])
         store.add("b", [3, 4])
-        view = store.searcher([""])
-        assert search(view, [1]).found == 1
-        assert search(view, [2]).found == 0  # 3 follows in another document
-        assert search(view, [2, 3]).matches[1].tolist() == [1]
+        searcher = store.searcher([""])
+        assert search(searcher, [1]).found == 1
+        assert search(searcher, [2]).found == 0  # 3 follows in another document
+        assert search(searcher, [2, 3]).matches[1].tolist() == [1]
 
 
-def test_what_follows_ends_with_the_document_or_with_the_reach(tmp_path: Path) -> None:
+def test_continuations_end_with_the_document_or_after_max_tokens(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.add("a", [1, 10, 11, 12, 13])
         cursor = search(store.searcher([""]), [1], max_tokens=2)
@@ -65,44 +81,26 @@ def test_matches_are_compared_to_64_tokens(tmp_path: Path) -> None:
         assert search(store.searcher([""]), text[:63]).longest_match == 63
 
 
-def test_shorter_matches_than_asked_for_are_left_out(tmp_path: Path) -> None:
+def test_matches_below_the_minimum_length_are_left_out(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         for name, tokens in DOCUMENTS.items():
             store.add(name, tokens)
-        view = store.searcher([""])
-        assert search(view, [1, 2, 3], min_match=2).matches[1].tolist() == [3, 2]
-        assert search(view, [1, 2, 3], min_match=4).found == 0
+        searcher = store.searcher([""])
+        assert search(searcher, [1, 2, 3], min_match=2).matches[1].tolist() == [3, 2]
+        assert search(searcher, [1, 2, 3], min_match=4).found == 0
 
 
 def test_tokens_that_no_document_has_match_nothing(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.add("a", [1, 2, 3])
-        view = store.searcher([""])
+        searcher = store.searcher([""])
         for strange in (50, 60, 65_535, 2**31 - 1, -1):
-            assert search(view, [1, strange]).found == 0
-            assert search(view, [strange, 1]).matches[1].tolist() == [1]
-        assert search(view, []).found == 0
+            assert search(searcher, [1, strange]).found == 0
+            assert search(searcher, [strange, 1]).matches[1].tolist() == [1]
+        assert search(searcher, []).found == 0
 
 
-def test_the_largest_tokens_of_a_vocabulary_are_stored_whole(tmp_path: Path, vocabulary: int) -> None:
-    top = vocabulary - 1
-    with open_store(tmp_path / "s", vocabulary) as store:
-        store.add("a", [top, 5, top, top - 1])
-        store.commit()
-        store.compact(full=True)
-        assert sorted(continuations(search(store.searcher([""]), [top]))) == [[5, top, top - 1], [top - 1]]
-
-
-def test_a_vocabulary_that_needs_the_separators_value_is_stored_wider() -> None:
-    assert TokenCodec.for_vocabulary(65_535).bytes == 2
-    assert TokenCodec.for_vocabulary(65_536).bytes == 3
-    assert TokenCodec.for_vocabulary(2**24 - 1).bytes == 3
-    assert TokenCodec.for_vocabulary(2**24).bytes == 4
-    with pytest.raises(ValueError, match="a vocabulary has 1 to 2147483647 tokens, not 0"):
-        TokenCodec.for_vocabulary(0)
-
-
-def test_a_sample_is_spread_evenly_over_all_parts(tmp_path: Path) -> None:
+def test_a_sample_is_spread_evenly_over_all_segments(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", compaction=SMALL) as store:
         # The token before 59 decides their order: 50 places, in two parts.
         for start in (0, 25):
@@ -120,7 +118,7 @@ def test_a_sample_is_spread_evenly_over_all_parts(tmp_path: Path) -> None:
     st.sampled_from([4, 40, 1 << 16, 1 << 24]),
     st.sampled_from([0, 1000]),
 )
-def test_places_and_lengths_are_those_of_brute_force(
+def test_matches_are_those_of_brute_force(
     texts: list[list[int]], context: list[int], vocabulary: int, ranked: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -157,23 +155,13 @@ def test_places_and_lengths_are_those_of_brute_force(
         assert buffers.matches[1, :number].tolist() == sorted(lengths, reverse=True)
 
 
-@given(st.lists(st.integers(0, 2**31 - 2), max_size=20), st.sampled_from([2, 3, 4]))
-def test_stored_tokens_are_the_tokens(tokens: list[int], size: int) -> None:
-    codec = TokenCodec(size)
-    array = np.array(tokens, np.int64) % codec.separator
-    stored = codec.encode(array)
-    assert stored.nbytes == size * len(tokens)
-    assert codec.decode(stored).tolist() == array.tolist()
-    assert [token_at(stored, i) for i in range(len(tokens))] == array.tolist()
-
-
-def test_damaged_places_lead_nowhere_else(tmp_path: Path) -> None:
+def test_a_damaged_suffix_array_causes_no_access_outside_the_text(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     with open_store(tmp_path / "s", vocabulary=4) as store:
         store.add_many([("a", random.integers(0, 4, 500))])
-        view = store.searcher([""])
-        assert search(view, [1, 2]).found > 0
-        snapshot = view.snapshot()
+        searcher = store.searcher([""])
+        assert search(searcher, [1, 2]).found > 0
+        snapshot = searcher.snapshot()
         rows = snapshot.table[0]
         positions = random.integers(-(2**31), 2**31, len(snapshot.searchable[0][0].positions)).astype(np.int32)
         rows[0, layout.POSITIONS] = positions.ctypes.data
@@ -181,4 +169,34 @@ def test_damaged_places_lead_nowhere_else(tmp_path: Path) -> None:
         for address in (rows[0, layout.BUCKET_STARTS], bucket_starts.ctypes.data):
             rows[0, layout.BUCKET_STARTS] = address
             for _ in range(50):
-                found(search(view, random.integers(0, 4, 10).tolist()))
+                found(search(searcher, random.integers(0, 4, 10).tolist()))
+
+
+def test_a_document_is_found_among_thousands_of_removed_ones(store: Datastore) -> None:
+    store.add_many([(f"d{n}", [1, 2, n % 60]) for n in range(3000)])
+    for n in range(3000):
+        if n != 1234:
+            store.remove(f"d{n}")
+    cursor = search(store.searcher([""]), [1, 2], max_matches=4)
+    assert [cursor.source_of(k).document for k in range(cursor.found)] == ["d1234"]
+    assert cursor.longest_match_count == 1
+
+
+def test_no_removed_document_is_in_a_sample_of_thousands_of_matches(store: Datastore) -> None:
+    store.add_many([(f"d{n}", [1, 2, n % 60]) for n in range(6000)])
+    for n in range(0, 6000, 3):
+        store.remove(f"d{n}")
+    cursor = search(store.searcher([""]), [1, 2], max_matches=50)
+    sources = [int(cursor.source_of(k).document[1:]) for k in range(cursor.found)]
+    assert len(set(sources)) == cursor.found > 40
+    assert all(n % 3 for n in sources)
+
+
+def test_cursors_and_runs_out_of_range_are_refused(store: Datastore) -> None:
+    searcher = store.searcher([""])
+    with pytest.raises(ValueError, match="max_matches, max_tokens and min_match must be at least 1: 0, 24, 1"):
+        searcher.cursor(max_matches=0)
+    with pytest.raises(ValueError, match="occurrences are found of 1 to 64 tokens, not of 65"):
+        searcher.occurrences([1] * 65)
+    with pytest.raises(IndexError, match="no match 0 among 0"):
+        searcher.cursor().source_of(0)
