@@ -58,6 +58,11 @@ class BuiltinSource:
         if lookup is not None:
             lookup.extend(index.sequence.tolist())
 
+    @property
+    def acceptance_ratio(self) -> float:
+        """Accepted over expected tokens of the last drafts; see `TreeBuilder.acceptance_ratio`."""
+        return self._builder.acceptance_ratio
+
     def propose(self, state: RequestState, budget: Budget) -> DraftTree:
         """The best tree of all parts; see `DraftSource.propose`."""
         candidates = NO_CANDIDATES if self._lookup is None else self._lookup.look_up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,6 +159,9 @@ class Replayer:
         profile: What is known of the model beforehand.
         calibration: Starts as this instead of the shipped counts.
         datastore: Searched too, as requests of no named tenant search it; None: there is none.
+
+    Attributes:
+        make_source: Makes what drafts, with the arguments of `BuiltinSource`.
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class Replayer:
         datastore: Datastore | None = None,
     ) -> None:
         self.config = config
+        self.make_source: Callable[..., BuiltinSource] = BuiltinSource
         self._datastore = datastore
         self._best = best or {}
         self._prior = profile.tokens if profile is not None else None
@@ -266,7 +270,7 @@ class Replayer:
                 index.add_passage(passage.id, passage.tokens)
         searched = self._datastore if "datastore" in parts else None
         lookup = None if searched is None else RequestLookup(searched, "", _RECALL)
-        return BuiltinSource(builder, index, successors, lookup)
+        return self.make_source(builder, index, successors, lookup)
 
 
 def _best_path(trees: Sequence[DraftTree], ahead: Sequence[int]) -> tuple[int, list[int]]:
