@@ -1,4 +1,4 @@
-"""What a candidate is worth: an estimate from its votes, corrected by how right such estimates were."""
+"""Scoring and Calibration: the estimated probability of a candidate, and its correction by counted hits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Float64 = NDArray[np.float64]
 
 _PRIORS = Path(__file__).with_name("priors.npz")
 _MOST_EXPECTED = 6.0
-"""Weight of a shipped correction: so many hits expected in one's own text count as much."""
+"""Weight of a shipped correction, in expected hits of the request's own candidates."""
 _RATIO_PRIOR = 2.0
 """Accepted and expected tokens that an acceptance ratio starts from."""
 _WIDER_EXPECTED = 4.0
-"""Weight of a cell's wider class where the cell itself was seen seldom."""
+"""Weight of a cell's wider class, in expected hits of the cell itself."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """The estimate of a candidate, before it is corrected.
+    """How a candidate's probability is estimated, before it is corrected.
 
     An occurrence with match length L votes with `w = scale * (L + d) ** power` at depth d: the drafted tokens above it
     count as matched, since the node is only reached if they were right. A token has `its votes / (all votes + 1)`.
@@ -33,13 +33,13 @@ class Scoring:
     against `unknown`.
 
     Attributes:
-        scale: Votes of an occurrence of one token.
-        power: Growth of the vote with the match length.
-        longest: Match lengths above this vote like this one.
-        unknown: Weight of all that no entry lists.
-        pair: Trust in an entry for two tokens.
-        single: Trust in an entry for one token.
-        prior: Trust in an entry of the prior.
+        scale: Votes of an occurrence with a match of one token.
+        power: Exponent of the match length.
+        longest: Match length, in tokens, above which votes do not grow.
+        unknown: Weight of all tokens that no entry lists.
+        pair: Factor of the weights of an entry for two tokens.
+        single: Factor of the weights of an entry for one token.
+        prior: Factor of the weights of an entry of the prior.
     """
 
     scale: float = 0.1
@@ -58,20 +58,18 @@ class Scoring:
 
 
 class Calibration:
-    """How right the estimates were for each kind of candidate (its cell), and the factors that correct them.
+    """Counts of expected and actual hits for each class of candidates (a cell), and the factors that follow from them.
 
-    A copied candidate's cell is: whether the longest match behind it lies in the prompt, the output, a passage or the
-    datastore, that match's length, the estimate (which grows with its share of the votes), whether several occurrences
-    agree on it, and whether the successors list it. That of a candidate which only the
-    successors propose: the kind of their entry, and the estimate.
+    The cell of a copied candidate: the corpus of its longest match (prompt, output, passage or datastore), the match
+    length, the estimate, whether several occurrences agree on it, and whether the successors list it. The cell of a
+    candidate that only the successors propose: the kind of their entry, and the estimate.
 
-    Starts from counts made on texts of several kinds (`reader-rag bench calibrate`) and counts on from there.
-    Not for several threads at once.
+    The counts start from those that `reader-rag bench calibrate` measured on texts of several kinds. Not thread-safe.
 
     Args:
-        hits: float64 [cells], how often such a candidate was the target's own token; None: the shipped counts.
+        hits: float64 [cells], candidates that the target emitted; None: the shipped counts.
         expected: float64 [cells], the sum of their estimates, positive.
-        learns: False keeps the factors as they are.
+        learns: Whether verified drafts are counted.
 
     Attributes:
         counts: float64 [3, cells]: hits, expected, and the factors, which are their ratio within bounds.
@@ -86,7 +84,11 @@ class Calibration:
 
     @classmethod
     def blank(cls, *, learns: bool = True) -> Calibration:
-        """Estimates are taken as they are, until counts say otherwise."""
+        """Counts that correct nothing at first.
+
+        Args:
+            learns: Whether verified drafts are counted.
+        """
         one = np.full(kernels.CELLS, _WIDER_EXPECTED)
         return cls(one, one, learns=learns)
 
@@ -106,7 +108,7 @@ def acceptance_ratio(recent: Float64) -> Float64:
 
 
 def smoothed(hits: Float64, expected: Float64) -> tuple[Float64, Float64]:
-    """Prior counts from measured ones: rare cells lean on their wider class, and none weighs more than a few hits.
+    """Initial counts from measured ones: rare cells lean on their wider class, and each weighs at most a few hits.
 
     Args:
         hits: float64 [cells].

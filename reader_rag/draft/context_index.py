@@ -14,9 +14,9 @@ from reader_rag.draft.kernels import context as kernels
 from reader_rag.draft.kernels.arrays import CorpusArrays
 
 _LOOK_BACK = 32
-"""Tokens over which matches are followed up to the end of a text that was added at once.
+"""Tokens over which matches are followed up to the end of tokens that are added at once.
 
-Following every token of a long prompt would cost what the whole index costs; 32 are enough to tell long matches, which
+Following every token of a long prompt would double the cost of the index; 32 tokens distinguish long matches, which
 must be kept, from the many short ones.
 """
 

@@ -1,8 +1,8 @@
-"""What is known of a model beforehand: its likely next tokens after each single token.
+"""Profiles: a model's likely next tokens after each single token of its vocabulary, the prior of the successor table.
 
-The model is asked once what follows each token of its vocabulary, with no text before it. The answers for the default
-model come with the package; `reader-rag models profile` asks any other model and keeps the answers in the cache folder.
-Without a profile drafts begin with what a request's own prompt teaches.
+Each token is evaluated once, with no text before it. The profile of the default model comes with the package;
+`reader-rag models profile` computes that of any other model and keeps it in the cache folder. Without a profile the
+table starts empty and learns from the request's prompt.
 
 A profile belongs to a vocabulary: a larger model of the same family can use it too.
 """
@@ -24,7 +24,7 @@ from reader_rag.util.files import atomic_path
 SHIPPED = Path(__file__).with_name("profiles")
 _AGAIN = "delete it and make it again: reader-rag models profile MODEL"
 _FITS = 0.25
-"""Share of a text's tokens that a profile must list after the one before, to be of the text's vocabulary."""
+"""Least share of a text's tokens that a profile of its vocabulary lists after the token before."""
 _LEAST_TOKENS = 200
 
 
@@ -43,7 +43,14 @@ class Profile:
     tokens: NDArray[np.int32]
 
     def save(self, path: Path) -> None:
-        """Write the file that `load` reads; whole or not at all."""
+        """Write the file that `load` reads, atomically.
+
+        Args:
+            path: The file, `.npz`.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         wide = np.uint16 if len(self.tokens) < 1 << 16 else np.uint32
         with atomic_path(path) as partial, partial.open("wb") as file:
             np.savez_compressed(
@@ -56,6 +63,9 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> Profile:
         """Read a profile.
+
+        Args:
+            path: A file of `save`.
 
         Raises:
             ConfigError: The file cannot be read or is no profile.
@@ -71,7 +81,11 @@ class Profile:
         return profile
 
     def fits(self, texts: Iterable[Sequence[int]]) -> bool:
-        """Whether token sequences are of this vocabulary, going by how often the profile lists the next token."""
+        """Whether token sequences are of this vocabulary, by how often the profile lists the next token.
+
+        Args:
+            texts: Token ids of each text; 200 tokens or more in all, or the result is False.
+        """
         right = judged = 0
         for text in texts:
             ids = np.asarray(text, np.int64)
@@ -83,7 +97,7 @@ class Profile:
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """A vocabulary's identity: equal token ids mean equal tokens.
+    """A hash of a vocabulary: where it is equal, equal token ids mean equal tokens.
 
     Args:
         vocabulary: Ids by token, as `tokenizer.get_vocab()`.
@@ -95,7 +109,11 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 def profiles(*folders: Path) -> list[Profile]:
-    """The profiles in these folders, and behind them the shipped ones."""
+    """Read the profiles in some folders, then the shipped ones.
+
+    Args:
+        folders: Folders of `.npz` files; those that do not exist are skipped.
+    """
     return [
         Profile.load(path) for folder in (*folders, SHIPPED) if folder.is_dir() for path in sorted(folder.glob("*.npz"))
     ]

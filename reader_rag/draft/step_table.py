@@ -1,4 +1,4 @@
-"""What a step over several rows takes, as a table: made by a command, read from a file, or assumed."""
+"""StepTable: seconds of steps by rows and drafted tokens, measured by a command, read from a file, or assumed."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _GPU_POSITION, _WIDE_CPU_POSITION, _CPU_POSITION = 0.005, 0.03, 0.5
 
 @dataclass(frozen=True)
 class StepTable:
-    """Seconds of steps by rows and drafted tokens, measured or assumed; fixed while running.
+    """Seconds of steps by rows and drafted tokens; does not change while running.
 
     Attributes:
         rows: Rows of the steps, rising, the first 1.
         drafted: Drafted tokens in each of these rows, rising, the first 0.
         seconds: float64 [len(rows), len(drafted)], the median time of a step in which so many rows are each verified
             with so many drafted tokens.
-        model: What was measured.
-        device: On what.
-        vllm: With which version.
+        model: Name of the measured model.
+        device: Name of the device.
+        vllm: Version of vLLM.
     """
 
     rows: tuple[int, ...]
@@ -65,7 +65,7 @@ class StepTable:
 
     @classmethod
     def assumed(cls, device: str) -> StepTable:
-        """What is assumed where nothing was measured: a plain step, and a little for each position.
+        """A table for a device that was not measured: a plain step takes 1, each position a fixed share more.
 
         Args:
             device: "cpu", or anything else for an accelerator.
@@ -141,7 +141,7 @@ class StepTable:
             share = (rows - self.rows[left]) / (self.rows[right] - self.rows[left])
             known = lines[left] + share * (lines[right] - lines[left])
         known = np.maximum(known, min(min(line) for line in self.seconds))
-        # Where a small step was measured in a bad moment, the larger one is the better witness.
+        # A step that took longer than a larger one was measured while the machine was busy: the larger one counts.
         known = np.minimum.accumulate(known[::-1])[::-1]
         return np.concatenate([np.full(rows - 1, known[0]), known])
 

@@ -1,4 +1,4 @@
-"""The target's own next tokens, remembered: what it found likely after the same one or two tokens before."""
+"""SuccessorTable: the target's own likely next tokens after one and two tokens."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ _WAYS = 4
 
 
 class SuccessorTable:
-    """For the last two tokens, and for the last one, what the target found likely when it stood there before.
+    """By the last two tokens, and by the last one, the tokens that the target found likely next.
 
     Learned from every position whose logits were computed anyway: the prompt's and every verified node's, accepted or
-    not (Token Recycling, arXiv 2408.08696, here with two tokens as key too). An entry adds up the ranks of what it
-    was told, older ones fading. Bounded: a new entry takes the place of the one of its set that was written longest
-    ago.
+    not (Token Recycling, arXiv 2408.08696, here with two tokens as key too). An entry adds up weights by rank; older
+    ones decay. Bounded: a new entry replaces the least recently written one of its set.
 
-    One table holds what one model said to one tenant. It may outlive a request; it is not for several threads at once.
+    A table belongs to one model and one tenant, and may outlive a request. Not thread-safe.
 
     Args:
-        capacity: Most entries, rounded up to a power of two; 136 bytes each. 0 remembers nothing.
-        prior: int32 [tokens, 8], what is likely after each token before anything is learned (`Profile.tokens`); shared,
-            never written.
+        capacity: Most entries, rounded up to a power of two; 136 bytes each. 0 learns nothing.
+        prior: int32 [tokens, 8], what is likely after each token before anything is learned (`Profile.tokens`); never
+            written.
 
     Attributes:
-        keys: int64 [sets, ways], as the kernels take them.
-        entries: int32 [sets * ways, columns], the same.
-        prior: As given.
+        keys: int64 [sets, ways], see `kernels.successors`.
+        entries: int32 [sets * ways, columns], see `kernels.successors`.
+        prior: int32 [tokens, 8], as given; no rows without one.
 
     Example:
         >>> table = SuccessorTable()
@@ -51,11 +50,11 @@ class SuccessorTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of keys and entries."""
         return self.keys.nbytes + self.entries.nbytes
 
     def __len__(self) -> int:
-        """Entries held."""
+        """Entries in use."""
         return int((self.keys != kernels.NO_KEY).sum())
 
     def learn(
@@ -64,12 +63,12 @@ class SuccessorTable:
         tokens: Sequence[int] | NDArray[np.integer],
         best: Sequence[Sequence[int]] | NDArray[np.integer],
     ) -> None:
-        """Remember what the target found likely.
+        """Add the target's best next tokens at any positions.
 
         Args:
             before: [n], the token before each of `tokens`; negative: there is none.
-            tokens: [n], the tokens behind which it stood.
-            best: [n, 8], its best next tokens there, the best first.
+            tokens: [n], the last token of each position.
+            best: [n, 8], the best next tokens there, the best first.
 
         Raises:
             ValueError: They are not equally many.
@@ -93,19 +92,24 @@ class SuccessorTable:
     def learn_text(
         self, text: Sequence[int] | NDArray[np.integer], start: int, best: Sequence[Sequence[int]] | NDArray[np.integer]
     ) -> None:
-        """Remember what the target found likely at consecutive positions of a text.
+        """Add the target's best next tokens at consecutive positions of a text.
 
         Args:
-            text: [length].
+            text: [length], token ids.
             start: The first position.
-            best: [n, 8], its best next tokens after positions `start` to `start + n`.
+            best: [n, 8], the best next tokens after positions `start` to `start + n`.
         """
         tokens = np.asarray(text, np.int32)[start : start + len(best)]
         before = np.asarray(text[start - 1 : start] if start else [-1], np.int32)
         self.learn(np.concatenate([before, tokens])[: len(tokens)], tokens, best)
 
     def after(self, before: int, token: int) -> list[int]:
-        """The likely next tokens after these two, or after the last of them; the likeliest first; empty if unknown."""
+        """The likely next tokens after two tokens, or else after the last one, the likeliest first; empty if unknown.
+
+        Args:
+            before: The token before `token`; negative: none.
+            token: The last token.
+        """
         kernels.prepare(self._scratch)
         entry, _ = kernels.successors(self.keys, self.entries, self.prior, self._scratch, before, token)
         if not entry[kernels.TOTAL]:

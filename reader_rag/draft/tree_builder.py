@@ -1,4 +1,4 @@
-"""Merges what all sources propose into one draft tree, best first, within a node limit."""
+"""TreeBuilder: grows one draft tree of all built-in sources, best first, within a node limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_CANDIDATES = DatastoreCandidates(np.zeros(1, np.int32), 0, np.zeros((2, 1), n
 
 
 class TreeBuilder:
-    """Builds draft trees; owns the scratch memory, so one builder serves one thread at a time.
+    """Builds draft trees. Owns their workspace, so one builder serves one thread at a time.
 
     Best first: take the most probable candidate, add it as a node, add its children as candidates with
     `p(path) = p(parent path) * p(child)`. The sum of path probabilities is the expected accepted length, so taking
@@ -51,7 +51,7 @@ class TreeBuilder:
         max_candidates: Most continuations from the datastore in one draft.
         successors: The target's own next tokens; None: drafts are copied only.
         calibration: Corrects the estimates; None: starts from the shipped counts and goes on counting.
-        scoring: How candidates are estimated.
+        scoring: How probabilities are estimated; None: the default.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TreeBuilder:
         """Draft what may follow the index's sequence.
 
         Args:
-            index: The request's texts and matches.
+            index: The request's tokens, passages and matches.
             candidates: What the datastore holds behind positions like the sequence's end.
             max_depth: Longest path of this tree, if shorter than the builder's (e.g. few tokens are left to emit).
 
@@ -135,6 +135,6 @@ class TreeBuilder:
     def acceptance_ratio(self) -> float:
         """Accepted over expected tokens of the last drafts: 1.0 as estimated or better, down to 0.0.
 
-        Calibration counts over many texts and says little of a text that is unlike them; this does within a few steps.
+        The calibration follows many texts, and this ratio one text within a few steps.
         """
         return float(acceptance_ratio(self._recent))

@@ -1,4 +1,4 @@
-"""Arrays by their addresses, for compiled loops: lists of arrays that come and go are not as cheap to hand over."""
+"""Arrays by their addresses, for compiled loops: numba copies a list of arrays at every call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def _pointer(typing_context: Any, address: Any) -> Any:
-    """An address as what `carray` takes."""
+    """Turn an address, an int64, into the pointer that `numba.carray` takes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
@@ -20,5 +20,5 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.intp), generate
 
 
-# Without the compiler a pointer is what ctypes calls one.
+# Without the compiler `carray` takes a pointer of ctypes.
 pointer: Any = (lambda address: ctypes.c_void_p(int(address))) if config.DISABLE_JIT else _pointer  # type: ignore[attr-defined]

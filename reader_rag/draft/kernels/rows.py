@@ -20,16 +20,16 @@ from reader_rag.util.addresses import pointer
 
 # Columns of the table of states: addresses and room of the index,
 TOKENS, PREVIOUS, TABLE, SLOTS, CAPACITY = range(5)
-# what is in it, and where in the text it begins,
+# tokens and distinct tokens in it, and the position of its first token in the request,
 SIZE, DISTINCT, BASE = range(5, 8)
-# matches in the text and in outputs of ended requests; where the prompt ends; length of the last chain; is it in use?
+# matches in the request and in ended outputs; end of the prompt; length of the last chain; whether the state is in use.
 MATCHES, OTHER_MATCHES, PROMPT, DRAFTED, LIVE = range(8, 13)
 COLUMNS = 13
 
 LOOK_BACK = 32
-"""Tokens over which matches are followed up to the end of a text that is read at once; see `context`."""
+"""Tokens over which matches are followed up to the end of tokens that are added at once; see `ContextIndex`."""
 _COMPARED = 256
-"""Tokens compared at once: without a way out in between, so that it is done with wide instructions."""
+"""Tokens compared without a branch between them, so that the compiler uses wide instructions."""
 
 
 @inlined

@@ -271,8 +271,9 @@ def build(
 
     Args:
         sequence: Prompt and output so far, as a tuple like `CorpusMatches`; at least one token.
-        passages: The same of other texts, separated by negative tokens.
-        datastore: The same of what the datastore holds behind its matches, each text ended by a negative token.
+        passages: Other texts, separated by negative tokens, as a tuple like `CorpusMatches`.
+        datastore: What the datastore holds behind its matches, each text ended by a negative token, as a tuple like
+            `CorpusMatches`.
         prompt: How many of the sequence's tokens are the prompt's.
         estimator: A tuple like `Estimator`.
         workspace: A tuple like `Workspace`, of room for all matches and nodes; updated. The tree becomes its columns
