@@ -7,10 +7,10 @@ from reader_rag import FaissStore, LocalEmbedding, ReaderError, ReaderLLM, inges
 
 
 def main(folder: Path) -> None:
-    """Bring the store up to date with the folder, then answer until an empty line.
+    """Ingest a folder, then answer questions until an empty line.
 
     Args:
-        folder: Where the documents are; the store is kept beside it.
+        folder: The documents; the store is made next to this folder.
     """
     store_dir = folder.with_name(f"{folder.name}-store")
     embed_model = LocalEmbedding("minilm")

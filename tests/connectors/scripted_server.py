@@ -1,4 +1,4 @@
-"""An HTTP server that speaks OpenAI's protocol as vLLM does, and fails as it is told."""
+"""An HTTP server with OpenAI's protocol as vLLM implements it, with scripted answers and failures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = Callable[["Handler"], None]
+CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 
 
 @dataclass
 class Asked:
-    """A request that came in."""
+    """A received request."""
 
     path: str
     headers: dict[str, str]
@@ -26,19 +27,19 @@ class Asked:
 
 @dataclass
 class Script:
-    """What the server does.
+    """The behaviour of the server.
 
     Attributes:
-        models: What `/v1/models` lists.
-        pieces: The answer.
-        finish_reason: How it ends; None: without an end.
-        usage: What is told of it, or None.
-        counts_tokens: Whether there is a `/tokenize`, one token a word.
-        has_template: Whether that knows conversations.
-        pause_s: Waited before each piece.
-        replies: What takes the place of all this on a path.
+        models: The list in `/v1/models`.
+        pieces: The pieces of the answer.
+        finish_reason: The answer's finish reason; None: the stream has no end.
+        usage: The answer's token counts; None: not reported.
+        counts_tokens: Whether there is a `/tokenize`, with one token a word.
+        has_template: Whether `/tokenize` has a chat template.
+        pause_s: Seconds before each piece.
+        replies: Handlers that replace the normal answer, by path.
         asked: The requests so far.
-        left: Set when a client has gone before its answer was whole.
+        left: Set when a client closed the connection before the end of its answer.
     """
 
     models: Any = field(default_factory=lambda: [{"id": "bird", "max_model_len": 2000}])
@@ -53,7 +54,7 @@ class Script:
     left: threading.Event = field(default_factory=threading.Event)
 
     def bodies(self, path: str) -> list[Any]:
-        """What was sent to a path."""
+        """The bodies of the requests to a path."""
         return [asked.body for asked in self.asked if asked.path == path]
 
 
@@ -193,3 +194,21 @@ def serving(script: Script) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join(timeout=60)
+
+
+def failing(status: int, message: str, code: Any = None) -> Reply:
+    """A reply with an error status."""
+    return lambda handler: handler.fail(status, message, code)
+
+
+def interrupted(handler: Handler) -> None:
+    """Sends a piece of a stream and closes the connection."""
+    handler.start_stream()
+    handler.send_piece("The heron ")
+    handler.close_connection = True
+
+
+def silent(handler: Handler) -> None:
+    """Sends nothing until the client leaves."""
+    handler.server.script.left.wait(5)
+    handler.close_connection = True
