@@ -1,4 +1,4 @@
-"""Pictures: how true estimates are, what each part of the drafter gives, what searching a datastore takes."""
+"""Plots: reliability of estimates, tokens per step without each part of the drafter, time of datastore searches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plot_ablation(rows: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Draw tokens per step by what is switched off.
 
     Args:
-        rows: By name, MAT by category.
+        rows: By name, tokens per step by category.
         path: A .png or .svg file, overwritten.
 
     Raises:
@@ -66,7 +66,7 @@ def plot_datastore(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the time of a search by the size of the datastore.
 
     Args:
-        rows: What `measure_datastore` gave.
+        rows: The rows of `measure_datastore`.
         path: A .png or .svg file, overwritten.
 
     Raises:

@@ -105,7 +105,7 @@ def test_an_aborted_request_ends_where_it_is() -> None:
 def test_a_storm_answers_all_but_what_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_stress, "greedy", lambda max_tokens: max_tokens)
     plan = StressPlan(requests=40, aborted=0.25, max_tokens=20, queued=6)
-    asked = vllm_stress._asked(plan, 3)
+    asked = vllm_stress._requests(plan, 3)
     found = storm(ScriptedEngine(at_once=4), [[100], [200], [300]], asked, plan.queued)
     assert len(found["memory_mb"]) == 11
     cut_short = 0

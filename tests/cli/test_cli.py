@@ -308,7 +308,7 @@ def test_ask_prints_answer_sources_and_counts(store: Path) -> None:
     assert re.search(r"\[1\] heron\.txt \(score 0\.\d\d, characters 0-70\)", rest)
     assert re.search(r"\[2\] owl\.txt", rest)
     assert re.search(r"8 tokens in \d+ forward passes; \d+\.\d\d tokens per step; \d+\.\d tokens/s", rest)
-    assert "cut at the most tokens allowed (--max-tokens)" in rest
+    assert "cut off at --max-tokens" in rest
     assert ESCAPE not in result.output
 
 

@@ -1,9 +1,9 @@
-"""What the two policies of a `BatchCache` cost: both driven through the same made-up steps, without a model.
+"""Costs of the two policies of a `BatchCache`: both make the same simulated steps, without a model.
 
-Every text has a context of its own length and an answer of its own length, and is replaced by a new one when its answer
-is done. A step verifies a root and eight drafted tokens of every text. How many are accepted is drawn for each text and
-step from a geometric distribution with mean 1.5, cut at eight; which of the eight rows they are is drawn too, in rising
-order, as in a tree whose branches lie interleaved. Keys, values and queries are random.
+Every sequence has a context and an answer of random lengths, and is replaced by a new one when its answer ends. A step
+verifies a root and eight drafted tokens of every sequence. The number of accepted tokens is drawn for each sequence and
+step from a geometric distribution with mean 1.5, at most eight. Their rows are drawn too, in rising order, as in a tree
+with interleaved branches. Keys, values and queries are random.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _ACCEPTED = 1.5
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What is driven.
+    """Shape of the cache and lengths of the sequences.
 
     Attributes:
-        context: Positions of the longest context; the shortest has half of them.
-        tokens: Of the longest answer; the shortest has half of them.
-        layers: Of the cache.
+        context: Positions of the longest context; the shortest has half as many.
+        tokens: Tokens of the longest answer; the shortest has half as many.
+        layers: Layers of the cache.
         heads: Key and query heads.
-        width: Of a head.
-        device: Where it lies.
-        dtype: Of keys and values.
+        width: Width of a head.
+        device: PyTorch device of the cache.
+        dtype: Type of keys and values.
     """
 
     context: int = 512
@@ -50,7 +50,7 @@ class CacheShape:
 
     @property
     def bytes_of_position(self) -> int:
-        """Bytes of a position's keys and values in all layers."""
+        """Bytes of the keys and values of a position in all layers."""
         size: int = getattr(torch, self.dtype).itemsize
         return 2 * self.layers * self.heads * self.width * size
 
@@ -58,17 +58,17 @@ class CacheShape:
 def measure_caching(
     batches: Sequence[int], shape: CacheShape, say: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Drive both policies, a step of one and a step of the other in turn, until as many texts have ended as fit.
+    """Run both policies, step by step in turn, until as many sequences have ended as the batch has.
 
     Args:
-        batches: Texts at once, one run each.
-        shape: Of cache and texts.
-        say: Told how far it is.
+        batches: Sequences of a batch; a run for each.
+        shape: Shape of the cache and lengths of the sequences.
+        say: Called with lines about progress.
 
     Returns:
-        For each batch and policy: steps; milliseconds of a step (making room, mask, writing, attention and commit),
-        median and mean; bytes moved, and how often an entry was moved; rearrangements; the most bytes held, and the
-        largest share of the stated bound.
+        For each batch and policy: steps; milliseconds of a step (allocation, mask, writing, attention and commit),
+        median and mean; bytes moved, and how often an entry was moved; rearrangements; the peak bytes, and the largest
+        share of the documented bound.
     """
     report = []
     for batch in batches:
@@ -81,7 +81,7 @@ def measure_caching(
     return report
 
 
-class _Text:
+class _Sequence:
     def __init__(self, random: np.random.Generator, shape: CacheShape, states: torch.Tensor) -> None:
         context = int(random.integers(shape.context // 2, shape.context + 1))
         self.left = int(random.integers(shape.tokens // 2, shape.tokens + 1))
@@ -92,7 +92,7 @@ class _Text:
 
 
 class _Run:
-    """One policy and its texts; all draws are those of every other policy's run."""
+    """A policy and its sequences; random numbers are the same for all policies."""
 
     def __init__(self, batch: int, shape: CacheShape, policy: Policy) -> None:
         self.times: list[float] = []
@@ -106,26 +106,26 @@ class _Run:
         self._states = torch.randn(size, generator=make).to(self._device, dtype)
         self._new = self._states[:, :, :rows].expand(batch, -1, -1, -1).contiguous()
         self._cache = BatchCache(shape.layers, policy)
-        self._texts = [_Text(self._random, shape, self._states) for _ in range(batch)]
-        self._entries = sum(text.cache.length for text in self._texts)
+        self._sequences = [_Sequence(self._random, shape, self._states) for _ in range(batch)]
+        self._entries = sum(sequence.cache.length for sequence in self._sequences)
         self._ended = self._peak = 0
         self._share = 0.0
-        # Who sees whom changes nothing of what is measured: every row sees itself and the root.
+        # The mask's content does not change what is measured: every row sees itself and the root.
         self._visible = np.tile(np.eye(rows, dtype=np.bool_), (batch, 1, 1))
         self._visible[:, :, 0] = True
 
     @property
     def done(self) -> bool:
-        """Whether as many texts have ended as fit."""
+        """Whether as many sequences have ended as the batch has."""
         return self._ended >= self._batch
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One step of all texts; those that end are replaced, and join with the next step."""
+        """One step of all sequences; those that end are replaced for the next step."""
         accepted = np.minimum(self._random.geometric(1 / (1 + _ACCEPTED), self._batch) - 1, _DRAFTED)
         kept = [[0, *sorted(1 + self._random.choice(_DRAFTED, count, replace=False))] for count in accepted.tolist()]
         started = time.perf_counter()
-        caches = [text.cache for text in self._texts]
+        caches = [sequence.cache for sequence in self._sequences]
         with self._cache.pass_over(caches, [_DRAFTED + 1] * self._batch) as now:
             queries = np.array([[caches[n].length] for n in now.order]) + np.minimum(np.arange(_DRAFTED + 1), 1)
             kinds = {"full_attention": 0}
@@ -143,18 +143,18 @@ class _Run:
         self._peak = max(self._peak, held)
         bound = self._cache.most_columns * self._cache.texts * self._shape.bytes_of_position
         self._share = max(self._share, held / bound)
-        for n, text in enumerate(self._texts):
-            text.left -= len(kept[n])
-            if text.left <= 0:
+        for n, sequence in enumerate(self._sequences):
+            sequence.left -= len(kept[n])
+            if sequence.left <= 0:
                 started = time.perf_counter()
-                text.cache.release()
+                sequence.cache.release()
                 self.times[-1] += 1e3 * (time.perf_counter() - started)
-                self._texts[n] = _Text(self._random, self._shape, self._states)
-                self._entries += self._texts[n].cache.length
+                self._sequences[n] = _Sequence(self._random, self._shape, self._states)
+                self._entries += self._sequences[n].cache.length
                 self._ended += 1
 
     def summary(self) -> dict[str, Any]:
-        """See `measure_caching`."""
+        """The row of the report."""
         moved = self._cache.bytes_moved
         return {
             "batch": self._batch,

@@ -1,4 +1,4 @@
-"""Counts how estimates fare on recorded answers, for the priors that the package ships."""
+"""Counts how many drafted tokens of recorded answers are accepted, for the priors of the package."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from reader_rag.draft.profile import Profile
 from reader_rag.errors import ConfigError
 
 _PASSES = 3
-"""What is drafted depends on the corrections, so the counts are taken again with those that they gave."""
+"""Drafts depend on the corrections, so the counts are repeated with the corrections of the pass before."""
 _STORED = slice(kernels.COPY_CELLS // kernels.ORIGINS * 3, kernels.COPY_CELLS)
-"""Cells of candidates from the datastore."""
+"""Cells of candidates from a datastore."""
 _LIGHT = 1e-6
-"""Weight of the counts a pass starts with, which only set the corrections."""
+"""Weight of the counts that a pass starts with, which only set the corrections."""
 
 Counts = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def calibrate(traces: Sequence[Trace], best: Best, profile: Profile | None) -> Counts:
-    """Count over answers: with all sources and the profile, without the profile, and with copies alone.
+    """Count over answers with all sources and the profile, without the profile, and with copies alone.
 
     Args:
         traces: Answers to prompts of several kinds.
         best: The target's best next tokens, by trace id.
-        profile: What is known of the model beforehand.
+        profile: The model's profile, or None.
 
     Returns:
         (hits, expected), float64 [cells] each; `save` writes what `Calibration` loads.
@@ -51,16 +51,16 @@ def calibrate(traces: Sequence[Trace], best: Best, profile: Profile | None) -> C
 
 
 def calibrate_datastore(traces: Sequence[Trace], best: Best, profile: Profile | None, base: Path) -> Counts:
-    """Count the datastore's candidates alone: each half of the answers replayed with the other half in a datastore.
+    """Count candidates from a datastore alone: replay each half of the answers with the other half in a datastore.
 
     Args:
-        traces: As in `calibrate`.
-        best: As in `calibrate`.
-        profile: As in `calibrate`.
-        base: A file of `save`, whose counts of all else are kept.
+        traces: Answers to prompts of several kinds.
+        best: The target's best next tokens, by trace id.
+        profile: The model's profile, or None.
+        base: A file of `save`; counts of other candidates are taken from it.
 
     Returns:
-        As `calibrate`.
+        (hits, expected), float64 [cells] each.
 
     Raises:
         ConfigError: `base` cannot be read or is of another version.
@@ -86,7 +86,11 @@ def calibrate_datastore(traces: Sequence[Trace], best: Best, profile: Profile | 
 
 
 def save(counts: Counts, path: Path) -> None:
-    """Write counts to that very path.
+    """Write counts to an npz file.
+
+    Args:
+        counts: (hits, expected), float64 [cells] each.
+        path: The file; its name is not changed.
 
     Raises:
         ConfigError: It cannot be written.

@@ -1,4 +1,4 @@
-"""What drafting itself costs: time of a draft, of following a token, of indexing a text; memory; first use."""
+"""Costs of drafting alone: a draft, following a token, indexing a text, memory, first use."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SIZES = (8, 16, 64)
 _LONG = 32_000
 _ROUNDS = 5
 _PLACES = 20
-"""In each answer, at which drafts are timed in turn."""
+"""Positions of each answer at which drafts are timed in turn."""
 _ROWS, _ROW_TOKENS, _CHAIN = (32, 256), 4000, 16
-"""Of the batches that chains are drafted for: rows, the tokens of each, and of a chain."""
+"""Of the batches for chains: numbers of rows, tokens of a row, and tokens of a chain."""
 _FIRST_USE = """
 import time
 started = time.perf_counter()
@@ -41,14 +41,14 @@ def measure_drafting(traces: Sequence[Trace], best: Best, profile: Profile | Non
     Args:
         traces: The answers.
         best: The target's best next tokens, by trace id.
-        profile: What is known of the model beforehand.
+        profile: The model's profile, or None.
 
     Returns:
-        By size of tree, microseconds of a draft, the Python call included: of drafts at many places of a text in turn,
-        and of drafts within a replay, whose own bookkeeping goes through the CPU's caches between them. Microseconds
-        to follow a token, a step's tokens at once; of a step of a batch that takes a chain for each row, on one thread
-        and on as many as there are cores; milliseconds to index a long context; bytes of the index by token;
-        seconds of first use in a new process.
+        By size of tree, microseconds of a draft, the Python call included: of drafts at many positions of a text in
+        turn, and of drafts within a replay, whose bookkeeping evicts data from the CPU's caches. Microseconds to follow
+        a token, all tokens of a step in one call; microseconds of a step of a batch with a chain for each row, on one
+        thread and on all cores; milliseconds to index a long context; bytes of the index per token; seconds of first
+        use in a new process.
     """
     report: dict[str, Any] = {"drafts": {}}
     for nodes in _SIZES:
@@ -83,7 +83,7 @@ def measure_drafting(traces: Sequence[Trace], best: Best, profile: Profile | Non
 
 
 def _in_turn(traces: Sequence[Trace], nodes: int, best: Best, profile: Profile | None) -> list[float]:
-    """Microseconds of drafts at several places of each answer, one after the other, a few rounds."""
+    """Microseconds of drafts at several positions of each answer, one after the other, in a few rounds."""
     times = []
     for trace in traces:
         text = np.array([*trace.prompt, *trace.output], np.int32)
@@ -102,7 +102,7 @@ def _in_turn(traces: Sequence[Trace], nodes: int, best: Best, profile: Profile |
 
 
 def _following(trace: Trace) -> list[float]:
-    """Microseconds a token, four tokens at a time."""
+    """Microseconds to follow a token, in calls of four tokens."""
     index = ContextIndex(trace.prompt, reserve=len(trace.output))
     times = []
     for start in range(0, len(trace.output) - 3, 4):
@@ -114,8 +114,10 @@ def _following(trace: Trace) -> list[float]:
 
 
 def _batch_steps(traces: Sequence[Trace], profile: Profile | None, rows: int, threads: int | None) -> list[float]:
-    """Microseconds of the steps of a batch whose rows are long answers behind a long context: their own prompts and,
-    before them, others'. Each step takes in what the one before it would have accepted; up to the first row's end.
+    """Microseconds of the steps of a batch of long answers after long contexts, until the first row ends.
+
+    A context is the answer's own prompt behind other prompts. Each step follows the tokens that the step before it
+    would have accepted.
     """
     before = np.concatenate([np.array(trace.prompt, np.int32) for trace in traces])
     long = sorted(traces, key=lambda trace: -len(trace.output))[: _ROWS[0]]
@@ -143,7 +145,7 @@ def _batch_steps(traces: Sequence[Trace], profile: Profile | None, rows: int, th
             agreed = [token == other for token, other in zip(draft, ahead, strict=False)]
             came[row] = min([*agreed, False].index(False) + 1, len(ahead))
         lengths = lengths + came
-    return times[1:] or times  # the first one reads the texts
+    return times[1:] or times  # the first step indexes the texts
 
 
 def _first_use() -> float:

@@ -1,4 +1,4 @@
-"""A replay step by step, in words: what was drafted, what was accepted, and where it came from."""
+"""A replay step by step in text: what was drafted, what was accepted, and where it was copied from."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from reader_rag.bench.replay.replayer import Step
 from reader_rag.draft import SOURCES, Occurrence
 
 _AROUND = 4
-"""Tokens shown before and behind a copied stretch."""
+"""Tokens shown before and after a copied span."""
 
 
 def explain(trace: Trace, steps: Sequence[Step], show: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Tell a replayed answer step by step.
+    """Describe a replayed answer step by step.
 
     Args:
         trace: The answer.
@@ -38,7 +38,7 @@ def explain(trace: Trace, steps: Sequence[Step], show: Callable[[Sequence[int]],
 
 
 def _origins(trace: Trace, step: Step, show: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Where the accepted nodes came from, one line for each unbroken stretch."""
+    """Where the accepted nodes were copied from, one line for each contiguous span."""
     start = 0
     for end in range(1, len(step.path) + 1):
         if end < len(step.path) and _goes_on(step.places[end - 1], step.places[end]):

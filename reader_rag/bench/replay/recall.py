@@ -1,4 +1,4 @@
-"""`reader-rag bench recall`: what earlier answers of the same model in a datastore are worth to later ones."""
+"""The gain from earlier answers of the same model in a datastore."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reader_rag.engine.datastore_lookup import answer_document, answers_of
 
 
 def halves(traces: Sequence[Trace]) -> tuple[list[Trace], list[Trace]]:
-    """The first half of each category, and the second."""
+    """The first half of the answers of each category, and the second half."""
     parts: tuple[list[Trace], list[Trace]] = ([], [])
     for category in dict.fromkeys(trace.category for trace in traces):
         of_it = [trace for trace in traces if trace.category == category]
@@ -29,11 +29,11 @@ def halves(traces: Sequence[Trace]) -> tuple[list[Trace], list[Trace]]:
 
 @contextmanager
 def answers_in_datastore(known: Sequence[Trace], asked: Sequence[Trace]) -> Iterator[Datastore]:
-    """A datastore of answers, as an engine keeps them, gone in the end.
+    """A temporary datastore of answers, stored as an engine stores them.
 
     Args:
         known: The answers.
-        asked: What else has tokens of the same vocabulary.
+        asked: Other answers with tokens of the same vocabulary.
     """
     vocabulary = 1 + max(max(*trace.prompt, *trace.output) for trace in (*known, *asked))
     with (
@@ -51,15 +51,16 @@ def measure_recall(
     """Replay answers with and without a datastore that holds others.
 
     Args:
-        known: The answers that it holds, as an engine keeps them.
+        known: The answers in the datastore.
         asked: The answers that are replayed.
-        config: How.
+        config: Settings of the replay.
         best: The target's best next tokens, by trace id.
-        profile: What is known of the model beforehand.
+        profile: The model's profile, or None.
 
     Returns:
-        What the datastore holds, and by category both replays and the ratio of their tokens per step; the same of an
-        oracle, which sees the future and copies the best after a matching token: what there is to gain.
+        Documents and tokens of the datastore; by category both replays and the ratio of their tokens per step, and the
+        same of an oracle, which knows the rest of the answer and makes the longest copy after a matching token: an
+        upper bound of the gain.
     """
     with answers_in_datastore(known, asked) as store:
         held = store.stats().get(answers_of(""))
@@ -80,7 +81,7 @@ def measure_recall(
 
 
 def _oracle(asked: Sequence[Trace], known: Sequence[Trace]) -> dict[str, float | None]:
-    """Tokens per step of the best copies from prompt and answer, and from those and what is known."""
+    """Tokens per step of the oracle: with copies from known answers too, and from prompt and answer alone."""
     answers = [trace.output for trace in known]
     tokens = sum(len(trace.output) for trace in asked)
     mats = [

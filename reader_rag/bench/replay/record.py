@@ -1,4 +1,4 @@
-"""Records answers and the target's best next tokens, for `bench replay` to run on."""
+"""Records answers and the target's best next tokens, for `bench replay`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from reader_rag.sampling.topk import top_tokens
 def record(
     engine: Engine, prompts: Sequence[BenchPrompt], max_tokens: int, traces: Path, best: Path, console: Console
 ) -> int:
-    """Answer prompts greedily and write traces and best tokens in the forms of `bench replay`.
+    """Answer prompts greedily, and write traces and best next tokens in the formats of `bench replay`.
 
     Args:
         engine: The target.
-        prompts: What to answer; those that do not fit the model's context are left out.
+        prompts: The prompts; those that do not fit the model's context window are left out.
         max_tokens: Most tokens of an answer.
         traces: The trace file, overwritten: a line each, `{"id", "category", "model", "prompt", "output"}`.
         best: The npz file, overwritten: for each id int32 [prompt + output, 8].
         console: Shows progress.
 
     Returns:
-        How many answers were recorded.
+        The number of recorded answers.
     """
     rows: dict[str, NDArray[np.int32]] = {}
     with traces.open("w", encoding="utf-8") as lines:
@@ -68,7 +68,7 @@ def best_after(engine: Engine, tokens: Sequence[int]) -> NDArray[np.int32]:
 
 
 def _save_rows(rows: Mapping[str, NDArray[np.int32]], path: Path) -> None:
-    """An npz file of arrays of any names; `np.savez` takes them as keyword arguments, some of which are its own."""
+    """Write an npz file of arrays with any names, which `np.savez`, with names as keyword arguments, cannot."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, array in rows.items():
             with archive.open(f"{name}.npy", "w") as file:

@@ -1,4 +1,4 @@
-"""Replays recorded answers against the drafter: how many tokens a step would have emitted. No model is loaded."""
+"""Replays recorded answers against the drafter and counts tokens per step. No model is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RECALL = DatastoreConfig()
 _UNBOUNDED = Budget(1024, 1024)
 """Replays are bounded by the builder alone."""
 BINS = 20
-"""Of the reliability diagram."""
+"""Bins of the reliability diagram."""
 
 Best = Mapping[str, NDArray[np.int32]]
 """By trace id, int32 [prompt + output, 8], the target's best next tokens after each position."""
@@ -35,7 +35,7 @@ Best = Mapping[str, NDArray[np.int32]]
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """What is replayed.
+    """Settings of a replay.
 
     Attributes:
         nodes: Most nodes of a tree.
@@ -94,7 +94,7 @@ class Tally:
         return self.tokens / self.steps if self.steps else 0.0
 
     def judge(self, tree: DraftTree, path: Sequence[int], ended: bool = False) -> None:
-        """Note, for every child of an accepted node, how probable it was held and whether it was accepted.
+        """Record, for every child of an accepted node, its estimated probability and whether it was accepted.
 
         Args:
             tree: What was drafted.
@@ -116,7 +116,7 @@ class Tally:
         np.add.at(self.judged, at, 1.0)
 
     def percentile(self, percent: float) -> float:
-        """Microseconds that so many percent of the drafts took at most."""
+        """A percentile of the microseconds of a draft; 0.0 if there was none."""
         return round(float(np.percentile(self.microseconds, percent)), 1) if self.microseconds else 0.0
 
     def summary(self) -> dict[str, float]:
@@ -296,10 +296,10 @@ def replay(
     calibration: Calibration | None = None,
     datastore: Datastore | None = None,
 ) -> dict[str, Tally]:
-    """Replay traces; arguments as in `Replayer`.
+    """Replay traces; the other arguments are those of `Replayer`.
 
     Returns:
-        By category.
+        Counts by category.
     """
     replayer = Replayer(config, best, profile, calibration, datastore)
     tallies: dict[str, Tally] = {}
@@ -326,7 +326,7 @@ def read_best(path: Path) -> dict[str, NDArray[np.int32]]:
 
 
 def check_best(traces: Iterable[Trace], best: Best) -> list[str]:
-    """Prove that the best tokens belong to the traces.
+    """Check that the best next tokens belong to the traces.
 
     Returns:
         The ids of traces that have none.

@@ -1,1 +1,1 @@
-"""Drafters inside vLLM."""
+"""Drafters inside vLLM: speed, exactness under load, and costs of steps."""

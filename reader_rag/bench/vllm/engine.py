@@ -1,4 +1,4 @@
-"""vLLM as the benchmarks drive it: an engine in this process, step by step."""
+"""A vLLM engine in this process, driven step by step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ METHODS: dict[str, Mapping[str, Any] | None] = {
     "reader": {"method": "custom_class", "model": PROPOSER},
     "fixed": {"method": "custom_class", "model": "reader_rag.bench.vllm.costs.FixedDrafts"},
 }
-"""Speculation by name, as vLLM is told of it; how much a class drafts is said by `Options`."""
+"""`speculative_config` by name; `Options.drafted` is added to those with a class."""
 COMPARED = ("plain", "ngram", "suffix", "reader")
-"""Those that answer well."""
+"""The methods for comparisons."""
 
 _SETTINGS = {
     # The engine runs in the process that drives it, so that a step is one call and can be timed.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Counts of processes are ours to make; vLLM would pin the engine to cores of its own choice.
+    # Otherwise vLLM would bind each engine to cores of its choice.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -38,19 +38,19 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Options:
-    """The engine to make.
+    """Settings of a vLLM engine.
 
     Attributes:
         model: Local folder or hub id.
-        dtype: Of weights and activations.
+        dtype: Type of weights and activations.
         at_once: Most requests of a step.
         max_model_len: Most tokens of a prompt with its answer.
         drafted: Most tokens that `reader` drafts for one request.
-        datastore: Folder that `reader` drafts from too.
-        costs: Cost table of `reader`.
+        datastore: Folder of a datastore for `reader`, or None.
+        costs: File of step costs for `reader`, or None.
         eager: Whether vLLM compiles nothing.
-        cache_tokens: Positions of the key/value cache; None: as vLLM decides.
-        gpu_memory: Share of a GPU's memory that vLLM takes.
+        cache_tokens: Positions of the KV cache; None: vLLM decides.
+        gpu_memory: Share of a GPU's memory for vLLM.
     """
 
     model: str
@@ -67,11 +67,11 @@ class Options:
 
 @dataclass
 class Answer:
-    """What one request got.
+    """The answer to one request.
 
     Attributes:
         tokens: Its tokens.
-        steps: Steps that gave it tokens after the first one.
+        steps: Steps that emitted tokens of it, after the first.
         first_s: Seconds from the group's start to its first token.
     """
 
@@ -82,15 +82,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Group:
-    """Requests that were begun together.
+    """Requests that were added together.
 
     Attributes:
-        answers: One for each.
-        emitted: Tokens that came after each request had its first: nothing but decoding.
-        seconds: How long that took.
-        wall_s: Seconds for everything, prompts included.
-        drafted: Tokens that were verified.
-        accepted: Those of them that were right.
+        answers: The answer to each request.
+        emitted: Tokens that were emitted after each request had its first, by decode steps alone.
+        seconds: Seconds of those steps.
+        wall_s: Seconds of everything, prefill included.
+        drafted: Drafted tokens that were verified.
+        accepted: Drafted tokens that were accepted.
     """
 
     answers: list[Answer]
@@ -102,7 +102,7 @@ class Group:
 
 
 def require_vllm() -> None:
-    """Look whether vLLM is there, which takes no time; importing it takes seconds.
+    """Check that vLLM is installed, without importing it, which takes seconds.
 
     Raises:
         MissingDependencyError: It is not installed.
@@ -114,7 +114,7 @@ def require_vllm() -> None:
 
 
 def import_vllm() -> Any:
-    """The package, told to run in this process."""
+    """Import vLLM, set up to run engines in this process."""
     require_vllm()
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -124,16 +124,16 @@ def import_vllm() -> Any:
 
 
 def make_engine(options: Options, method: str, **more: Any) -> Any:
-    """A vLLM engine (`LLMEngine`).
+    """Make a vLLM engine (`LLMEngine`).
 
     Args:
-        options: What it runs.
+        options: Its settings.
         method: A name of `METHODS`.
-        more: Further arguments of vLLM's `EngineArgs`, in place of those that are chosen here.
+        more: Arguments of vLLM's `EngineArgs` that replace those of `options`.
 
     Raises:
         ConfigError: There is no such method, or vLLM refuses the settings.
-        MissingDependencyError: vLLM is not installed, or what the method needs.
+        MissingDependencyError: vLLM is not installed, or a package of the method.
     """
     if method not in METHODS:
         raise ConfigError(f"unknown method {method}; there are {', '.join(METHODS)}")
@@ -155,9 +155,9 @@ def make_engine(options: Options, method: str, **more: Any) -> Any:
     if method == "suffix":
         _need_suffix_decoding()
     chosen |= more
-    _mend_sampling()
+    _correct_sampling()
     if options.cache_tokens is not None:
-        # The size of a block is known only to the engine: made once to ask would take as long again. One is vLLM's own.
+        # The block size is set, as only a loaded engine would tell it. vLLM uses one block itself.
         chosen["block_size"] = _BLOCK
         chosen["num_gpu_blocks_override"] = 1 + -(-options.cache_tokens // _BLOCK)
     try:
@@ -167,14 +167,13 @@ def make_engine(options: Options, method: str, **more: Any) -> Any:
 
 
 _BLOCK = 32
-"""Positions of a block of a cache of a given size; all of vLLM's attention backends take it."""
+"""Block size for `cache_tokens`; all of vLLM's attention backends support it."""
 
 
-def _mend_sampling() -> None:
-    """Have temperatures reach the positions of drafted tokens on the CPU.
+def _correct_sampling() -> None:
+    """Apply temperatures to the positions of drafted tokens on the CPU.
 
-    vLLM 0.32 divides their logits by memory that nothing was written to there (vllm-project/vllm, issue 55005), with
-    any drafter, so that what is sampled would tell nothing of ours.
+    vLLM 0.32 divides their logits by uninitialised memory there (vllm-project/vllm, issue 55005), with any drafter.
     """
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
@@ -184,7 +183,7 @@ def _mend_sampling() -> None:
 
 
 def _expanded(values: Any, ends: Any, total: int, replace_from: int = 0, replace_to: int = 0) -> Any:
-    """Each request's value for each of its drafted tokens, as `rejection_sampler.expand_batch_to_tokens` has it."""
+    """Each request's value repeated for each of its drafted tokens, like `rejection_sampler.expand_batch_to_tokens`."""
     counts = ends.diff(prepend=ends.new_zeros(1))
     return values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts, output_size=total)
 
@@ -195,14 +194,19 @@ def _need_suffix_decoding() -> None:
 
 
 def _root(error: BaseException) -> str:
-    """The first line of what went wrong first."""
+    """The first line of the error that caused the others."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
 
 
 def greedy(max_tokens: int, **more: Any) -> Any:
-    """vLLM's `SamplingParams`; `more` are further ones."""
+    """Greedy `SamplingParams` of vLLM.
+
+    Args:
+        max_tokens: Most tokens of an answer.
+        more: Further arguments, or other values.
+    """
     vllm = import_vllm()
     from vllm.sampling_params import RequestOutputKind
 
@@ -212,7 +216,7 @@ def greedy(max_tokens: int, **more: Any) -> Any:
 
 
 class Driver:
-    """Adds requests to an engine, steps it, and collects what comes out.
+    """Adds requests to an engine, runs its steps, and collects the answers.
 
     Args:
         engine: A vLLM `LLMEngine`.
@@ -230,25 +234,25 @@ class Driver:
         return len(self._open)
 
     def add(self, prompt: Sequence[int], params: Any) -> tuple[str, Answer]:
-        """Begin a request.
+        """Add a request.
 
         Args:
             prompt: Token ids.
             params: vLLM's `SamplingParams`.
 
         Returns:
-            Its name, and where its tokens will be.
+            Its name, and the answer that `step` fills.
         """
         name = f"bench-{self._added}"
         self._added += 1
         answer = Answer()
         self._open[name] = (answer, time.perf_counter())
-        # vLLM makes a name of its own of it, by which alone it can be aborted.
+        # vLLM derives a name of its own, which `abort_request` needs.
         self._held[name] = self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
         return name, answer
 
     def step(self) -> int:
-        """One step of the engine: how many tokens came out."""
+        """Run one step of the engine; returns the number of emitted tokens."""
         emitted = 0
         for output in self.engine.step():
             name = output.request_id
@@ -267,7 +271,7 @@ class Driver:
         return emitted
 
     def abort(self, name: str) -> None:
-        """End a request where it is."""
+        """Abort a request."""
         self.engine.abort_request([self._held[name]], internal=True)
         self._forget(name)
 
@@ -280,10 +284,10 @@ class Driver:
 
 
 def run_group(engine: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> Group:
-    """Begin some requests together and step to their ends.
+    """Add requests together and run steps until all have ended.
 
     Args:
-        engine: A vLLM `LLMEngine` that has nothing else to do.
+        engine: A vLLM `LLMEngine` without other requests.
         prompts: Token ids of each.
         params: vLLM's `SamplingParams` of each.
     """
@@ -299,13 +303,13 @@ def run_group(engine: Any, prompts: Sequence[Sequence[int]], params: Sequence[An
 def pausing_group(
     engine: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any], turn_s: float = math.inf
 ) -> Generator[None, None, Group]:
-    """As `run_group`, but pause where all prompts are read, and then every so often; pauses are not timed.
+    """Like `run_group`, but yield after prefill and then every `turn_s` seconds; time at a `yield` is not counted.
 
     Args:
-        engine: A vLLM `LLMEngine` that has nothing else to do.
+        engine: A vLLM `LLMEngine` without other requests.
         prompts: Token ids of each.
         params: vLLM's `SamplingParams` of each.
-        turn_s: Seconds after which the next step waits for the next turn.
+        turn_s: Seconds of decode steps between two `yield`s.
     """
     before = counters(engine)
     driver = Driver(engine)
@@ -337,7 +341,7 @@ _COUNTED = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "
 
 
 def counters(engine: Any) -> dict[str, int]:
-    """What vLLM has counted so far in this process, by the names of its metrics."""
+    """vLLM's counters in this process so far, by the names of its metrics."""
     found = dict.fromkeys(_COUNTED, 0)
     for metric in engine.get_metrics():
         name = metric.name.removeprefix("vllm:")
@@ -347,20 +351,20 @@ def counters(engine: Any) -> dict[str, int]:
 
 
 def margin(engine: Any, prompt: Sequence[int], first: int, second: int) -> float | None:
-    """By how much a model prefers one token to another after a text.
+    """The difference of the log-probabilities of two tokens after a text.
 
     Args:
         engine: A vLLM `LLMEngine`.
-        prompt: Token ids.
-        first: A token.
-        second: Another.
+        prompt: Token ids of the text.
+        first: A token id.
+        second: Another token id.
 
     Returns:
-        The difference of their log-probabilities; None where one is not among the most probable tokens.
+        That of `first` less that of `second`; None if one is not among the ten most probable tokens.
     """
     from vllm.sampling_params import RequestOutputKind
 
-    params = greedy(1, logprobs=_LOOKED_AT, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = greedy(1, logprobs=_TOP_LOGPROBS, output_kind=RequestOutputKind.FINAL_ONLY)
     engine.add_request("margin", {"prompt_token_ids": list(prompt)}, params)
     outputs: list[Any] = []
     while engine.has_unfinished_requests():
@@ -371,5 +375,5 @@ def margin(engine: Any, prompt: Sequence[int], first: int, second: int) -> float
     return float(found[first].logprob - found[second].logprob)
 
 
-_LOOKED_AT = 10
-"""Most probable tokens among which two are looked for that are said to be equal."""
+_TOP_LOGPROBS = 10
+"""Most probable tokens that vLLM reports."""

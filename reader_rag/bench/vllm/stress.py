@@ -1,4 +1,4 @@
-"""`reader-rag bench vllm-stress`: many requests in a vLLM with too small a cache, some aborted; are answers right?"""
+"""Answers of an overloaded vLLM: many requests, too small a KV cache, some requests aborted."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from reader_rag.bench.vllm.engine import Answer, Driver, Options, counters, gree
 from reader_rag.bench.vllm.worker import Worker
 
 _MOST_BEFORE_ABORT = 12
-"""A request that is aborted has so many tokens at most before; it may have none, or wait for its turn."""
+"""Most tokens of a request before it is aborted; it may have none, or be waiting."""
 _SHORTEST, _LONGEST = 8, 256
-"""Tokens of a prompt that is cut."""
+"""Least and most tokens of a prefix of a prompt."""
 _PARTS = 10
-"""How often memory is looked at."""
+"""Parts of a run; memory is measured after each."""
 _WARM = 4
-"""Parts after which memory is expected to stay: by then all that is made at the first use was made."""
+"""Parts after which memory should not grow: what is allocated at the first use is allocated by then."""
 TIE = 1e-3
-"""Difference of log-probabilities below which two tokens count as equal in float32: rows that are computed together
-round otherwise than alone."""
+"""Difference of log-probabilities up to which two tokens count as a tie in float32: rounding depends on the batch."""
 
 
 @dataclass(frozen=True)
 class StressPlan:
-    """What is asked.
+    """The requests of a stress test.
 
     Attributes:
-        requests: How many.
+        requests: Number of requests.
         aborted: Share of them that is aborted.
-        max_tokens: Most tokens of an answer; each has its own length up to that.
-        queued: Requests that are begun and have not ended, at most.
-        seed: Decides all of it.
+        max_tokens: Most tokens of an answer; each request has a random limit up to that.
+        queued: Most requests that are running or waiting.
+        seed: Seed of all random choices.
     """
 
     requests: int = 500
@@ -44,8 +43,8 @@ class StressPlan:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """One request: which prompt, how many tokens, and after how many it is aborted."""
+class _Request:
+    """One request: index of its prompt, most tokens, and the number of tokens after which it is aborted."""
 
     task: int
     max_tokens: int
@@ -53,7 +52,7 @@ class _Asked:
 
 
 def cut(tasks: Sequence[VllmTask], seed: int = 0) -> list[VllmTask]:
-    """Prompts of mixed lengths: the beginnings of given ones."""
+    """Prefixes of prompts, of random lengths."""
     draw = random.Random(seed)
     longest = [min(len(task.prompt), _LONGEST) for task in tasks]
     return [
@@ -69,24 +68,24 @@ def stress(
     plan: StressPlan,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run the plan with drafts, and compare every answer with plain decoding's.
+    """Send the requests to an engine with drafts, and compare every answer with plain decoding's.
 
     Args:
-        options: The engine.
-        cache_tokens: Positions of its key/value cache; plain decoding has all it wants.
-        tasks: Prompts; each is asked many times.
-        plan: What is asked.
-        progress: Told what runs next.
+        options: Settings of the engine.
+        cache_tokens: Positions of its KV cache; plain decoding has enough.
+        tasks: Prompts, each used many times.
+        plan: The requests.
+        progress: Called with what runs next.
 
     Returns:
-        The JSON report: how many ended how, wrong answers with the margin where they part, ties, preemptions, memory,
-        and by how much it grows where plain decoding is asked the same.
+        The JSON report: counts of requests, wrong answers and ties with the margin at the first difference,
+        preemptions, memory, and the growth of memory with drafts and in plain decoding of the same requests.
 
     Raises:
         ConfigError: vLLM refuses the settings.
         MissingDependencyError: vLLM is not installed.
     """
-    asked = _asked(plan, len(tasks))
+    requests = _requests(plan, len(tasks))
     progress("plain decoding")
     with Worker(replace(options, cache_tokens=None), "plain") as plain:
         plain.wait()
@@ -96,11 +95,11 @@ def stress(
             expected += plain.run(_answers, some, plan.max_tokens)
         progress(f"{plan.requests} requests")
         small = replace(options, cache_tokens=cache_tokens)
-        found = _run_storm(small, "reader", tasks, asked, plan)
+        found = _run_storm(small, "reader", tasks, requests, plan)
         progress(f"{plan.requests} requests, plainly")
-        undrafted = _run_storm(small, "plain", tasks, asked, plan)
+        undrafted = _run_storm(small, "plain", tasks, requests, plan)
         parted = []
-        for one, tokens in zip(asked, found["tokens"], strict=True):
+        for one, tokens in zip(requests, found["tokens"], strict=True):
             wanted = expected[one.task][: len(tokens) if one.abort_after is not None else one.max_tokens]
             if tokens != wanted:
                 parted.append(
@@ -108,8 +107,8 @@ def stress(
                 )
     ties = [one for one in parted if one["margin"] is not None and abs(one["margin"]) <= TIE]
     return {
-        "requests": len(asked),
-        "aborted": sum(one.abort_after is not None for one in asked),
+        "requests": len(requests),
+        "aborted": sum(one.abort_after is not None for one in requests),
         "tokens": sum(map(len, found["tokens"])),
         "wrong": [one for one in parted if one not in ties],
         "ties": ties,
@@ -125,31 +124,31 @@ def stress(
 
 
 def _run_storm(
-    options: Options, method: str, tasks: Sequence[VllmTask], asked: Sequence[_Asked], plan: StressPlan
+    options: Options, method: str, tasks: Sequence[VllmTask], requests: Sequence[_Request], plan: StressPlan
 ) -> dict[str, Any]:
     with Worker(options, method) as worker:
         worker.wait()
-        found: dict[str, Any] = worker.run(storm, [task.prompt for task in tasks], asked, plan.queued)
+        found: dict[str, Any] = worker.run(storm, [task.prompt for task in tasks], requests, plan.queued)
     return found
 
 
 def _grown(memory: Sequence[float]) -> float:
-    """Megabytes that came after the first parts, which fill what is filled once."""
+    """Megabytes by which memory grew after the first `_WARM` parts."""
     return round(memory[-1] - memory[_WARM], 1)
 
 
-def _asked(plan: StressPlan, tasks: int) -> list[_Asked]:
+def _requests(plan: StressPlan, tasks: int) -> list[_Request]:
     draw = random.Random(plan.seed)
     aborted = [True] * round(plan.requests * plan.aborted)
-    fates = aborted + [False] * (plan.requests - len(aborted))
-    draw.shuffle(fates)
+    aborts = aborted + [False] * (plan.requests - len(aborted))
+    draw.shuffle(aborts)
     return [
-        _Asked(
+        _Request(
             draw.randrange(tasks),
             draw.randint(1, plan.max_tokens),
-            draw.randint(0, _MOST_BEFORE_ABORT) if fate else None,
+            draw.randint(0, _MOST_BEFORE_ABORT) if abort else None,
         )
-        for fate in fates
+        for abort in aborts
     ]
 
 
@@ -157,11 +156,11 @@ def _answers(engine: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> 
     return [answer.tokens for answer in run_group(engine, prompts, [greedy(max_tokens)] * len(prompts)).answers]
 
 
-def storm(engine: Any, prompts: Sequence[Sequence[int]], asked: Sequence[_Asked], queued: int) -> dict[str, Any]:
-    """Answer all that is asked, so many at a time; runs in the worker.
+def storm(engine: Any, prompts: Sequence[Sequence[int]], requests: Sequence[_Request], queued: int) -> dict[str, Any]:
+    """Answer all requests, at most `queued` at a time; runs in the worker process.
 
     Returns:
-        Tokens of each request, megabytes of the process after each part, and vLLM's counts.
+        Tokens of each request, megabytes of the process after each part, and vLLM's counters.
     """
     import psutil
 
@@ -169,24 +168,24 @@ def storm(engine: Any, prompts: Sequence[Sequence[int]], asked: Sequence[_Asked]
     driver = Driver(engine)
     before = counters(engine)
     answers: list[Answer] = []
-    doomed: dict[str, tuple[Answer, int]] = {}
+    to_abort: dict[str, tuple[Answer, int]] = {}
     memory: list[float] = []
-    while len(answers) < len(asked) or driver.open:
-        while len(answers) < len(asked) and driver.open < queued:
-            if len(answers) >= len(asked) * len(memory) // _PARTS:
+    while len(answers) < len(requests) or driver.open:
+        while len(answers) < len(requests) and driver.open < queued:
+            if len(answers) >= len(requests) * len(memory) // _PARTS:
                 memory.append(round(process.memory_info().rss / 1e6, 1))
-            one = asked[len(answers)]
+            one = requests[len(answers)]
             name, answer = driver.add(prompts[one.task], greedy(one.max_tokens))
             answers.append(answer)
             if one.abort_after is not None:
-                doomed[name] = (answer, one.abort_after)
+                to_abort[name] = (answer, one.abort_after)
         driver.step()
-        for name, (answer, after) in list(doomed.items()):
+        for name, (answer, after) in list(to_abort.items()):
             if not driver.is_open(name):
-                del doomed[name]
+                del to_abort[name]
             elif len(answer.tokens) >= after:
                 driver.abort(name)
-                del doomed[name]
+                del to_abort[name]
     memory.append(round(process.memory_info().rss / 1e6, 1))
     after_all = counters(engine)
     counted = {name: after_all[name] - before[name] for name in before}

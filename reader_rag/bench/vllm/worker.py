@@ -1,4 +1,9 @@
-"""vLLM engines side by side: each in a process of its own that sleeps while another works."""
+"""A vLLM engine in a process of its own, which sleeps while another works.
+
+vLLM keeps an engine's state in globals of its process, reads its settings when it is imported, and does not return
+memory when an engine is deleted. So engines that are compared at the same time need a process each: two that do the
+same then differ by two percent (docs/benchmarks).
+"""
 
 from __future__ import annotations
 
@@ -23,11 +28,11 @@ _CLOSE_S = 30.0
 class Worker:
     """A vLLM engine in a process of its own.
 
-    The engine is made when the worker is; `wait` returns when it is ready. Use it in a `with` block.
+    The constructor starts to load the engine; `wait` returns when it is loaded. Use it in a `with` block.
 
     Args:
-        options: What the engine runs.
-        method: A name of `vllm_engine.METHODS`.
+        options: Settings of the engine.
+        method: A name of `METHODS`.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
@@ -45,45 +50,48 @@ class Worker:
         theirs.close()
 
     def wait(self) -> None:
-        """Until the engine is ready.
+        """Wait until the engine is loaded.
 
         Raises:
-            ReaderError: It cannot be made.
+            ReaderError: It cannot be loaded.
         """
         self._answer()
 
     def run(self, work: Callable[..., _T], *args: Any) -> _T:
-        """Do some work with the engine.
+        """Call a function in the worker process.
 
         Args:
-            work: A function of a module, called with the engine and `args` there.
-            args: What can be pickled.
+            work: A function of a module; called with the engine and `args`.
+            args: Further arguments, pickled.
+
+        Returns:
+            The function's result.
 
         Raises:
-            ReaderError: What the work raised, or the process has ended.
+            ReaderError: The function raised it, or the process has ended.
         """
         self._pipe.send((work, args))
         found: _T = self._answer()
         return found
 
     def begin(self, work: Callable[..., Generator[None, None, _T]], *args: Any) -> _T | None:
-        """Begin some work that pauses, for others to have their turn, and wait for its first pause.
+        """Call a generator function in the worker process, up to its first `yield`.
 
         Args:
-            work: A generator function of a module, called with the engine and `args` there; it pauses where it yields.
-            args: What can be pickled.
+            work: A generator function of a module; called with the engine and `args`.
+            args: Further arguments, pickled.
 
         Returns:
-            What it returned; None: it pauses.
+            The generator's result if it has ended, else None.
 
         Raises:
-            ReaderError: As `run`.
+            ReaderError: The function raised it, or the process has ended.
         """
         found: _T | None = self.run(_begin, work, *args)
         return found
 
     def go_on(self) -> Any:
-        """Go on with what was begun until its next pause; returns and raises what `begin` does."""
+        """Run the generator of `begin` up to its next `yield`; returns and raises the same."""
         return self.run(_go_on)
 
     def _answer(self) -> Any:
@@ -92,8 +100,8 @@ class Worker:
         except (EOFError, ConnectionResetError) as cause:
             self._process.join(_CLOSE_S)
             raise ReaderError(
-                f"the process of vLLM ({self.method}) ended with status {self._process.exitcode}: what it printed says "
-                "why; too little memory is the usual reason"
+                f"the process of vLLM ({self.method}) ended with status {self._process.exitcode}: see what it "
+                "printed; too little memory is the usual reason"
             ) from cause
         if good:
             return found
@@ -112,20 +120,20 @@ class Worker:
             self._process.join()
 
 
-class _InHand:
-    """The work that was begun in this process, a worker's."""
+class _Begun:
+    """The generator of `Worker.begin`, in the worker process."""
 
     work: ClassVar[Generator[None, None, Any]]
 
 
 def _begin(engine: Any, work: Callable[..., Generator[None, None, Any]], *args: Any) -> Any:
-    _InHand.work = work(engine, *args)
+    _Begun.work = work(engine, *args)
     return _go_on(engine)
 
 
 def _go_on(engine: Any) -> Any:
     try:
-        next(_InHand.work)
+        next(_Begun.work)
     except StopIteration as end:
         return end.value
     return None
@@ -133,8 +141,7 @@ def _go_on(engine: Any) -> Any:
 
 @contextmanager
 def _preloaded() -> Iterator[None]:
-    """The environment that vLLM asks for on a CPU, where Intel's OpenMP came with it: without it steps with drafts are
-    much slower than they need be."""
+    """Preload Intel's OpenMP, if it came with vLLM for the CPU: vLLM recommends it, and drafts are slow without it."""
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     before = os.environ.get("LD_PRELOAD")
     if before is None and library.exists():
@@ -147,8 +154,8 @@ def _preloaded() -> Iterator[None]:
 
 
 def _serve(pipe: Connection, options: Options, method: str) -> None:
-    """Work until the other end is closed."""
-    # What vLLM and its libraries print must not get into a report on standard output.
+    """Answer calls until the other end of the pipe is closed."""
+    # A report on standard output must not be mixed with what vLLM and its libraries print.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         engine = make_engine(options, method)

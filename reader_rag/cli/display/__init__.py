@@ -1,1 +1,1 @@
-"""What the programs print."""
+"""What the programs print: results, messages, progress, errors."""

@@ -1,4 +1,4 @@
-"""Errors of the command line: one line each, and a traceback only where it is asked for."""
+"""Errors of the command line: one line each, with a traceback only with `--debug`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reader_rag.cli.display.terminal import print_error
 from reader_rag.errors import ReaderError
 from reader_rag.util.one_line import one_line
 
-# Newer typer carries its own click: the class is found from a public one, whichever click it belongs to.
+# Newer typer contains a copy of click; the class is found through a public one, whichever click that is from.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _USAGE_STATUS = 2
@@ -20,10 +20,10 @@ _DEBUG = "--debug"
 
 
 class OneLineErrors(TyperGroup):
-    """A group whose commands end with one line on standard error and a status that tells.
+    """A group whose commands report errors in one line on standard error.
 
-    Status 1 for an error, 2 for a wrong use of the command line. `--debug` may stand anywhere before `--` and lets the
-    traceback of an error through.
+    The exit status is 1 for an error and 2 for a wrong command line. `--debug`, anywhere before `--`, shows the
+    traceback of an error instead.
     """
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
@@ -49,7 +49,7 @@ class OneLineErrors(TyperGroup):
 
 
 def _debug_first(args: list[str]) -> list[str]:
-    """`--debug` moved to where the group, not the command, reads it."""
+    """The arguments with `--debug` first, where the group reads it."""
     end = args.index("--") if "--" in args else len(args)
     if _DEBUG not in args[:end]:
         return args
@@ -57,7 +57,7 @@ def _debug_first(args: list[str]) -> list[str]:
 
 
 def _usage_exit(error: Any) -> BaseException:
-    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help text, which is what was asked for
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help text
         return error  # type: ignore[no-any-return]
     command = error.ctx.command_path if error.ctx is not None else "reader-rag"
     print_error(f"{one_line(error.format_message())} ({command} --help shows how)")

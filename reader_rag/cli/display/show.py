@@ -1,4 +1,4 @@
-"""How results look on a terminal, and in a pipe."""
+"""Results as text, for terminals and pipes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def streamed(console: Console) -> Callable[[str], None]:
 
 
 def show_ingest(console: Console, report: IngestReport, store: str | Path) -> None:
-    """What an ingestion did; files that were skipped, with reasons, on standard error."""
+    """Print the counts of an ingestion, and on standard error the files that were skipped, with reasons."""
     counts = {
         "added": report.added,
         "updated": report.updated,
@@ -61,12 +61,12 @@ def show_ingest(console: Console, report: IngestReport, store: str | Path) -> No
         return
     print_warning(f"{len(report.skipped)} skipped:")
     for skipped in report.skipped:
-        kept = "; what the store had of it stays" if skipped.kept_old else ""
+        kept = "; its earlier version stays in the store" if skipped.kept_old else ""
         messages().print(Text(clean(f"  {skipped.path}: {skipped.reason}{kept}")), soft_wrap=True)
 
 
 def show_sources(console: Console, nodes: Sequence[NodeWithScore], citations: Sequence[Citation] = ()) -> None:
-    """The passages, each with file and score; what the answer copied is highlighted, or stands in « » in a pipe."""
+    """Print passages with file and score; copied spans are highlighted, or in « » where there are no colours."""
     console.print(Text("Sources", style="bold"))
     for number, node in enumerate(nodes, start=1):
         text = node.node.get_content()
@@ -82,7 +82,7 @@ def show_sources(console: Console, nodes: Sequence[NodeWithScore], citations: Se
 
 
 def show_citations(console: Console, citations: Sequence[Citation]) -> None:
-    """Which stretches of the answer stand in which file, and where."""
+    """Print the copied spans of an answer with their files and characters."""
     if not citations:
         return
     console.print(Text("Copied word for word", style="bold"))
@@ -100,14 +100,14 @@ def show_citations(console: Console, citations: Sequence[Citation]) -> None:
 
 
 def show_stats(console: Console, call: LLMCall) -> None:
-    """Counts and speed of one answer, in a line or two."""
+    """Print counts and speed of one answer."""
     console.print(Text("; ".join(_counts(call.metrics)), style="dim"), soft_wrap=True)
     if call.finish_reason == "length":
-        console.print(Text("The answer was cut at the most tokens allowed (--max-tokens).", style="dim"))
+        console.print(Text("The answer was cut off at --max-tokens.", style="dim"))
 
 
 def _counts(m: Mapping[str, Any]) -> Iterator[str]:
-    """What is known of an answer; a server tells less than our own engine."""
+    """Counts and times of an answer; a server reports fewer than an engine."""
     if "completion_tokens" in m:
         passes = f" in {m['steps'] + 1} forward passes" if "steps" in m else ""
         yield f"{m['completion_tokens']} tokens{passes}"
@@ -116,8 +116,8 @@ def _counts(m: Mapping[str, Any]) -> Iterator[str]:
     if "tokens_per_s" in m:
         yield f"{m['tokens_per_s']:.1f} tokens/s"
     if "prompt_tokens" in m:
-        known = f", {m['reused_tokens']} of them known," if m.get("reused_tokens") else ""
-        read = f" read in {m['ttft_s']:.1f} s" if "ttft_s" in m else ""
+        known = f", {m['reused_tokens']} of them cached," if m.get("reused_tokens") else ""
+        read = f" processed in {m['ttft_s']:.1f} s" if "ttft_s" in m else ""
         yield f"prompt of {m['prompt_tokens']} tokens{known}{read}"
     elif "ttft_s" in m:
         yield f"first word after {m['ttft_s']:.1f} s"
@@ -126,7 +126,7 @@ def _counts(m: Mapping[str, Any]) -> Iterator[str]:
 
 
 def show_comparison(console: Console, result: Comparison) -> None:
-    """The two ways of decoding as a table, and what it says in a sentence."""
+    """Print the two methods as a table, and their ratio in a sentence."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method")
     for heading in ("tokens/s", "tokens per step", "identical"):
@@ -151,7 +151,7 @@ def _explain(difference: Difference, dtype: str) -> str:
     if dtype == "float32":
         why = "In float32 this should not happen: please report it."
     else:
-        why = f"A pass over several tokens rounds otherwise in {dtype}: use --dtype float32 or --exactness strict."
+        why = f"Passes over several tokens round differently in {dtype}: use --dtype float32 or --exactness strict."
     return (
         f"First difference at token {difference.position + 1}: plain {difference.plain!r}, reader "
         f"{difference.reader!r}. The two best logits of plain decoding were {difference.margin:.4f} apart there. {why}"
@@ -159,9 +159,9 @@ def _explain(difference: Difference, dtype: str) -> str:
 
 
 def show_models(console: Console, statuses: Sequence[ModelStatus]) -> None:
-    """The aliases, and what of them is on this machine."""
+    """Print the aliases, and which models are installed."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("name", "kind", "model", "here", "size"):
+    for heading in ("name", "kind", "model", "installed", "size"):
         table.add_column(heading, no_wrap=True)
     table.add_column("place", overflow="fold")
     for status in statuses:
@@ -187,7 +187,7 @@ def _shortened(text: str, most: int = 120) -> str:
 
 
 def _excerpt(text: str, spans: Sequence[_Span], *, marks: bool) -> Text:
-    """The parts of a passage around its copied spans, or its beginning; white space is collapsed."""
+    """The parts of a passage around its copied spans, or its first characters; white space is collapsed."""
     spans = _merged(spans)
     around = [(_word_start(text, s - _CONTEXT_CHARACTERS), _word_end(text, e + _CONTEXT_CHARACTERS)) for s, e in spans]
     windows = _merged(around) or [(0, _word_end(text, _OPENING_CHARACTERS))]
@@ -206,21 +206,21 @@ def _excerpt(text: str, spans: Sequence[_Span], *, marks: bool) -> Text:
 
 
 def _word_start(text: str, position: int) -> int:
-    """The nearest place at or before a position where a word begins; the text's beginning counts as one."""
+    """The nearest start of a word at or before a position, or 0."""
     while position > 0 and not text[position - 1].isspace():
         position -= 1
     return max(0, position)
 
 
 def _word_end(text: str, position: int) -> int:
-    """The nearest place at or after a position where a word ends; the text's end counts as one."""
+    """The nearest end of a word at or after a position, or the text's length."""
     while position < len(text) and not text[position].isspace():
         position += 1
     return min(len(text), position)
 
 
 def _merged(spans: Sequence[_Span]) -> list[_Span]:
-    """Spans in order, overlapping or touching ones as one."""
+    """Sorted spans; overlapping and adjacent ones are joined."""
     merged: list[_Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

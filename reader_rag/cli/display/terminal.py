@@ -1,4 +1,4 @@
-"""Consoles, progress, and text that is safe to print. Results go to standard output, everything else to error."""
+"""Consoles, progress, and text that is safe to print. Results go to standard output, all else to standard error."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _QUIET_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 _TALKATIVE = ("accelerate", "huggingface_hub", "sentence_transformers", "transformers")
-_ERRORS_TWICE = ("milvus_lite", "pymilvus")  # log what they raise, with tracebacks
+_ERRORS_TWICE = ("milvus_lite", "pymilvus")  # log the errors that they raise, with tracebacks
 
 
 def output() -> Console:
-    """The console for results. Where standard output is no terminal it prints neither colours nor control codes."""
+    """The console for results. It prints colours and control codes only if standard output is a terminal."""
     return Console(highlight=False)
 
 
 def messages() -> Console:
-    """The console for everything that is not a result."""
+    """The console for everything but results."""
     return Console(stderr=True, highlight=False)
 
 
@@ -50,14 +50,14 @@ def print_warning(text: str) -> None:
 
 
 def clean(text: str) -> str:
-    """Text with each control character replaced by a space: documents must not steer the terminal. Keeps its length."""
+    """Text of the same length with spaces for control characters, so that documents cannot control the terminal."""
     return _CONTROL.sub(" ", text)
 
 
 def quiet_libraries() -> None:
-    """Hold back the progress bars, warnings and log lines of the libraries underneath. Call it before importing them.
+    """Turn off progress bars, warnings and log lines of libraries. Call it before they are imported.
 
-    An environment variable that the user has set stays as it is.
+    Environment variables that the user has set are kept.
     """
     for name, value in _QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -72,7 +72,7 @@ def quiet_libraries() -> None:
     warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # an answer may hold characters that the terminal's encoding lacks
+            stream.reconfigure(errors="replace")  # an answer may have characters that the terminal's encoding lacks
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
@@ -81,13 +81,13 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """Show what is being done while it lasts, on a terminal only.
+    """Show a status line during the context, on a terminal only.
 
     Args:
-        text: Said at first.
+        text: The first text.
 
     Yields:
-        A function that says something else.
+        A function that changes the text.
     """
     console = messages()
     if not _is_lively(console):
@@ -99,10 +99,10 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def ingest_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar per stage of `ingest`, gone when it ends; none where there is no terminal.
+    """A progress bar for each stage of `ingest` during the context, on a terminal only.
 
     Yields:
-        What `ingest` takes as `progress`.
+        The argument `progress` of `ingest`.
     """
     console = messages()
     if not _is_lively(console):
@@ -121,14 +121,14 @@ def ingest_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def bytes_progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over bytes, gone when it ends; none where there is no terminal.
+    """A progress bar over bytes during the context, on a terminal only.
 
     Args:
-        text: What is being done.
+        text: Description of the work.
         total: Bytes in all.
 
     Yields:
-        A function that is told of more bytes that are done.
+        A function that takes the number of further bytes that are done.
     """
     console = messages()
     if not _is_lively(console):
