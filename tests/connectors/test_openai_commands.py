@@ -48,7 +48,7 @@ def test_ask_shows_the_servers_answer_with_sources_and_counts(script: Script, st
     said, _, rest = result.stdout.partition("Sources\n")
     assert said.strip() == "The heron stands still."
     assert re.search(r"\[1\] heron\.txt \(score 0\.\d\d, characters 0-40\)", rest)
-    assert re.search(r"\n5 tokens; \d+\.\d tokens/s; prompt of 40 tokens read in \d+\.\d s\n", rest)
+    assert re.search(r"\n5 tokens; \d+\.\d tokens/s; prompt of 40 tokens processed in \d+\.\d s\n", rest)
     assert "Copied word for word" not in rest
     assert "drafted" not in rest
     (body,) = script.bodies(CHAT)
