@@ -35,7 +35,7 @@ from reader_rag.engine.outputs import (
 from reader_rag.engine.provenance import Provenance
 from reader_rag.errors import DatastoreError
 from reader_rag.kv_cache.tree_cache import TreeCache
-from reader_rag.model.interface import AnyCache
+from reader_rag.model.interface import SequenceCache
 from reader_rag.model.step_costs import Rest
 from reader_rag.sampling.accept import accept_path
 from reader_rag.sampling.constrained import Constraint
@@ -139,7 +139,7 @@ class DecodeSequence:
         return self._tokens[-1]
 
     @property
-    def cache(self) -> AnyCache:
+    def cache(self) -> SequenceCache:
         """Of prompt and answer up to the root; there is one from the first `read` to `release`."""
         assert self._state is not None
         return self._state.cache
@@ -240,7 +240,7 @@ class DecodeSequence:
         target = self.asked.sampler(Verified(logits, tree, state.index.sequence, highest))
         accepted, emitted = accept_path(tree, lambda node: target(node + 1), self._take)
         rows = [0, *(node + 1 for node in accepted)]
-        state.cache.keep(rows)
+        state.cache.commit(rows)
         self._counts["steps"] += 1
         self._counts["drafted"] += len(tree)
         self._record(logits, rows[: len(emitted)], emitted)
@@ -406,7 +406,7 @@ class _State:
         self, engine: Engine, asked: Request, texts: _Texts, draft: DraftConfig, max_tokens: int, learned: DraftState
     ) -> None:
         prompt = asked.prompt
-        self.cache: AnyCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
+        self.cache: SequenceCache = engine.target.new_cache(len(prompt.token_ids) + max_tokens, draft.max_nodes)
         self.index, self.provenance = texts.index, texts.provenance
         recall = engine.recall if asked.recalls and draft.max_nodes and asked.generation.speculate else None
         self.builder = TreeBuilder(
@@ -424,7 +424,7 @@ class _State:
         self._tenant = asked.tenant
         self._prompt_tokens = len(prompt.token_ids)
         self.reused = self._restore(prompt)
-        self.reading: Iterator[torch.Tensor] = engine.target.read(
+        self.reading: Iterator[torch.Tensor] = engine.target.prefill_chunks(
             prompt.token_ids[self.reused :],
             self.cache,
             partial(self.learn_prompt, self.reused) if draft.max_successors and not engine.crowded else None,
@@ -444,7 +444,7 @@ class _State:
             return
         count = reuse.positions(self._prompt_tokens, self.cache.length)
         try:
-            prefixes.keep(self._tenant, self.index.sequence[:count], cast(TreeCache, self.cache))
+            prefixes.insert(self._tenant, self.index.sequence[:count], cast(TreeCache, self.cache))
         except Exception:
             # The answer is right without; but nothing that is half kept may be found.
             prefixes.clear()
@@ -483,7 +483,7 @@ class _State:
         return Counter() if self._recollection is None else self._recollection.used
 
     def learn_prompt(self, before: int, start: int, logits: torch.Tensor) -> None:
-        """Learn from a chunk of the prompt behind the first `before` tokens; see `SeenLogits`."""
+        """Learn from a chunk of the prompt behind the first `before` tokens; see `LogitsCallback`."""
         assert self._successors is not None
         self._successors.learn_text(self.index.sequence, before + start, top_tokens(logits))
 

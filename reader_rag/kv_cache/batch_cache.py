@@ -150,7 +150,7 @@ class BatchCache(Cache):
         if joining:
             layout = layout.joined([weakref.ref(text) for text in joining], [text.length for text in joining])
         for text in joining:
-            text.home = self
+            text.batch = self
         self.policy = self._asked or default_policy(len(layout.texts))
         rows = np.array([layout.texts.index(ref) for ref in refs])
         self._make_room(layout, rows, width)
@@ -214,11 +214,11 @@ class BatchCache(Cache):
             self.bytes_moved += layer.arrange(moves[id(old)], own)
 
     @torch.inference_mode()
-    def keep(self, text: TreeCache, rows: Sequence[int]) -> None:
+    def commit(self, text: TreeCache, rows: Sequence[int]) -> None:
         """Commit those rows of a text's last pass, in the given order. Nothing is moved yet."""
         with self._lock:
             for layout in self._layouts:
-                layout.keep(weakref.ref(text), rows, text.length)
+                layout.commit(weakref.ref(text), rows, text.length)
 
     def leave(self, text: TreeCache) -> None:
         """Give back a text's row; at once, or when the pass has ended that another thread runs."""
@@ -263,7 +263,7 @@ class BatchCache(Cache):
         self._arrange(layout.packed() if packs else layout)
 
     @torch.inference_mode()
-    def pretend(self, text: TreeCache, length: int) -> None:
+    def set_committed(self, text: TreeCache, length: int) -> None:
         """Take the first `length` columns of a text's row for its committed positions, whatever they hold."""
         with self._lock:
             row = self.row_of(text)

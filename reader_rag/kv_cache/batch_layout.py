@@ -61,7 +61,7 @@ class Layout:
             row = self.entries[self.texts.index(text)]
             row[row < EMPTY] = EMPTY
 
-    def keep(self, text: Text, rows: Sequence[int], length: int) -> None:
+    def commit(self, text: Text, rows: Sequence[int], length: int) -> None:
         """Commit those rows of a text's last pass behind its `length` positions."""
         if text not in self.texts:
             return

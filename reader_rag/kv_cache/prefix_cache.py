@@ -110,7 +110,7 @@ class PrefixCache:
         self.reused_tokens += len(path) * self.block
         return len(path) * self.block
 
-    def keep(self, tenant: str, token_ids: Sequence[int] | NDArray[np.integer], cache: Restorable) -> None:
+    def insert(self, tenant: str, token_ids: Sequence[int] | NDArray[np.integer], cache: Restorable) -> None:
         """Copy out of a cache what is not held yet, as far as there is room for a beginning.
 
         Args:

@@ -23,7 +23,7 @@ class TreeLayer(CacheLayerMixin):
     """Keys and values of one layer, [batch, heads, capacity, width], the first `length` of them committed.
 
     A forward pass writes its positions behind the committed ones and attends to both. What it wrote is forgotten by
-    the next pass unless `keep` commits it.
+    the next pass unless `commit` commits it.
 
     Args:
         capacity: Most positions, committed and written.
@@ -74,7 +74,7 @@ class TreeLayer(CacheLayerMixin):
         shown = self.shown or end
         return self.keys[:, :, :shown], self.values[:, :, :shown]
 
-    def keep(self, rows: torch.Tensor | None, count: int) -> None:
+    def commit(self, rows: torch.Tensor | None, count: int) -> None:
         """Commit `count` of the written positions.
 
         Args:
@@ -114,17 +114,17 @@ class TreeLayer(CacheLayerMixin):
         return self.keys.nbytes + self.values.nbytes
 
 
-class Home(Protocol):
+class SharedCache(Protocol):
     """Where keys and values of a text lie among those of others; see `BatchCache`."""
 
-    def keep(self, text: TreeCache, rows: Sequence[int]) -> None:
+    def commit(self, text: TreeCache, rows: Sequence[int]) -> None:
         """Commit those rows of the text's last pass."""
 
     def leave(self, text: TreeCache) -> None:
         """Give back what is held for the text."""
 
-    def pretend(self, text: TreeCache, length: int) -> None:
-        """See `TreeCache.pretend`."""
+    def set_committed(self, text: TreeCache, length: int) -> None:
+        """See `TreeCache.set_committed`."""
 
     def bytes_of(self, text: TreeCache) -> int:
         """Bytes held for the text."""
@@ -142,13 +142,13 @@ class TreeCache(Cache):
 
     Attributes:
         capacity: As given.
-        home: Where keys and values lie once the text is decoded together with others; its layers then hold nothing but
+        batch: Where keys and values lie once the text is decoded together with others; its layers then hold nothing but
             the number of committed positions. None: they lie in its layers.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.capacity = capacity
-        self.home: Home | None = None
+        self.batch: SharedCache | None = None
         self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
         self._arrays: tuple[NDArray[Any], NDArray[Any]] | None = None
         super().__init__(layers=list(self.tree_layers))
@@ -190,8 +190,8 @@ class TreeCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes held for keys and values."""
-        if self.home is not None:
-            return self.home.bytes_of(self)
+        if self.batch is not None:
+            return self.batch.bytes_of(self)
         return sum(layer.nbytes for layer in self.tree_layers)
 
     @torch.inference_mode()
@@ -202,8 +202,8 @@ class TreeCache(Cache):
             start: The first position.
             stop: One past the last.
         """
-        if self.home is not None:
-            return self.home.states(self, start, stop)
+        if self.batch is not None:
+            return self.batch.states(self, start, stop)
         if self._arrays is not None:
             keys, values = self._arrays
             return [(keys[:, :, start:stop].copy(), values[:, :, start:stop].copy())]
@@ -235,10 +235,10 @@ class TreeCache(Cache):
                     layer.update(*pair)
                 layer.length += count
 
-    def pretend(self, length: int) -> None:
+    def set_committed(self, length: int) -> None:
         """Take the first `length` positions for committed, whatever they hold; for timing."""
-        if self.home is not None:
-            self.home.pretend(self, length)
+        if self.batch is not None:
+            self.batch.set_committed(self, length)
         for layer in self.tree_layers:
             layer.length = length
 
@@ -248,14 +248,14 @@ class TreeCache(Cache):
             layer.shown = positions
 
     @torch.inference_mode()
-    def keep(self, rows: list[int]) -> None:
+    def commit(self, rows: list[int]) -> None:
         """Commit those positions of the last forward pass, in the given order.
 
         Args:
             rows: Indexes into the pass's input.
         """
-        if self.home is not None:
-            self.home.keep(self, rows)
+        if self.batch is not None:
+            self.batch.commit(self, rows)
             for layer in self.tree_layers:
                 layer.length += len(rows)
             return
@@ -275,13 +275,13 @@ class TreeCache(Cache):
                 continue
             assert layer.keys is not None
             index = None if leading else torch.tensor(rows, device=layer.keys.device)
-            layer.keep(index, len(rows))
+            layer.commit(index, len(rows))
 
     def release(self) -> None:
         """Give back all that is held, at once; the text is not decoded any further."""
-        if self.home is not None:
-            self.home.leave(self)
-            self.home = None
+        if self.batch is not None:
+            self.batch.leave(self)
+            self.batch = None
         self._arrays = None
         for layer in self.tree_layers:
             layer.drop()

@@ -13,18 +13,19 @@ from reader_rag.draft.tree import DraftTree
 from reader_rag.model.cpu.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
 
-SeenLogits = Callable[[int, torch.Tensor], None]
-"""Takes the position of a chunk's first token, and logits [chunk, vocabulary]."""
+LogitsCallback = Callable[[int, torch.Tensor], None]
+"""Called for each chunk of a prompt with the position of its first token in the prompt, and logits [chunk, vocabulary].
+"""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One text's part of a pass.
+    """One sequence's part of a pass.
 
     Attributes:
-        root: Its last accepted token; its keys are not in the cache yet.
+        root: Its last accepted token, whose keys are not in the cache yet.
         tree: Candidate continuations.
-        cache: The committed text.
+        cache: The committed sequence.
     """
 
     root: int
@@ -34,12 +35,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Reuse:
-    """What of a text's keys and values may stand for those of another text that begins the same.
+    """Which keys and values of a sequence another sequence with the same prefix may reuse.
 
     Attributes:
-        block: Positions that are reused together, from a multiple of that on.
-        answers: Whether an answer's are, as closely as is asked, those that reading it in a prompt gives.
-        before: Only those of texts whose prompt is no longer than that, and of positions before it; None: all.
+        block: Positions of a block; only whole blocks are reused.
+        answers: Whether positions of the answer may be reused. False where a decode step rounds otherwise than prefill
+            and the mode allows no other bits.
+        before: Reuse is limited to positions below this one, and to prompts of at most so many tokens; None: no limit.
     """
 
     block: int
@@ -47,21 +49,27 @@ class Reuse:
     before: int | None = None
 
     def positions(self, prompt: int, committed: int) -> int:
-        """How many positions of a text, from its first on, other texts may have, or it may have from others.
+        """Leading positions of a sequence that may be inserted into the prefix cache, or restored from it.
 
         Args:
             prompt: Tokens of its prompt.
-            committed: Tokens of it that were read, those of the answer included.
+            committed: Committed positions, those of the answer included.
         """
         if self.before is not None:
             committed = min(committed, self.before) if prompt <= self.before else 0
         return committed if self.answers else min(committed, prompt)
 
 
-class AnyTarget(Protocol):
-    """A model as a function from tokens to logits: a `Target`, or a `PlainTarget` where nothing can be verified.
+class TargetModel(Protocol):
+    """A model as a function from tokens to logits: a `Target`, or a `PlainTarget` for models that verify no drafts.
 
-    Caches are those of its own `new_cache`.
+    Attributes:
+        model: The model of `transformers`.
+        config: Its text configuration.
+        cpu: The model in compiled loops, or None where its own `forward` is called.
+        fixed: The shape of every pass in strict mode; None: any.
+        pads: Whether a pass over several sequences computes as many positions for each as its largest tree has.
+        shares: Whether several sequences share a pass at all.
     """
 
     model: PreTrainedModel
@@ -69,9 +77,7 @@ class AnyTarget(Protocol):
     cpu: CpuForward | None
     fixed: FixedShape | None
     pads: bool
-    """Whether a pass over several texts costs as many positions for each as its largest tree."""
     shares: bool
-    """Whether several texts share a pass at all."""
 
     @property
     def device(self) -> torch.device:
@@ -83,35 +89,80 @@ class AnyTarget(Protocol):
 
     @property
     def moved(self) -> tuple[int, int]:
-        """See `Target.moved`."""
+        """How often the cache of a batch was rearranged so far, and the bytes moved in it for any reason."""
 
     def new_cache(self, positions: int, max_nodes: int) -> Any:
-        """See `Target.new_cache`."""
+        """An empty cache of one sequence, for the other methods of this target.
+
+        Args:
+            positions: Most positions that are ever committed.
+            max_nodes: Most nodes of a draft tree.
+        """
 
     def cache_bytes(self, positions: int, max_nodes: int) -> int:
-        """See `Target.cache_bytes`."""
+        """Bytes that `new_cache` with the same arguments takes once it is filled."""
 
-    def prefill(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> torch.Tensor:
-        """See `Target.prefill`."""
+    def prefill(self, token_ids: Sequence[int], cache: Any, seen: LogitsCallback | None = None) -> torch.Tensor:
+        """Commit a prompt.
 
-    def read(self, token_ids: Sequence[int], cache: Any, seen: SeenLogits | None = None) -> Iterator[torch.Tensor]:
-        """See `Target.read`."""
+        Args:
+            token_ids: [length], at least one token.
+            cache: Extended by `length` positions.
+            seen: Called for each chunk.
+
+        Returns:
+            Logits after the last token, [1, vocabulary].
+        """
+
+    def prefill_chunks(
+        self, token_ids: Sequence[int], cache: Any, seen: LogitsCallback | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Commit a prompt chunk by chunk, one with each step of the iterator.
+
+        Args:
+            token_ids: [length], at least one token.
+            cache: Extended by `length` positions.
+            seen: Called for each chunk.
+
+        Yields:
+            Logits after the last token of a chunk, [1, vocabulary].
+        """
 
     def verify(self, root: int, tree: DraftTree, cache: Any) -> torch.Tensor:
-        """See `Target.verify`."""
+        """One forward pass over the root and a draft tree; its positions are committed by `cache.commit`.
+
+        Args:
+            root: The last accepted token, whose keys are not in the cache yet.
+            tree: Candidate continuations.
+            cache: The committed sequence.
+
+        Returns:
+            Logits [1 + nodes, vocabulary], after the root and after each node.
+        """
 
     def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
-        """See `Target.verify_batch`."""
+        """Verify the drafts of several sequences, in one pass where the model can.
+
+        Args:
+            steps: At least one, each with a cache of its own.
+
+        Returns:
+            For each the logits that `verify` returns.
+        """
 
     def deepest(self, root: int) -> int | None:
-        """See `Target.deepest`."""
+        """Longest path that may be drafted behind a root at this position; None: any."""
 
     def reuse(self, *, strict: bool) -> Reuse | None:
-        """See `Target.reuse`."""
+        """What sequences with the same prefix may reuse of each other; None: nothing.
+
+        Args:
+            strict: Whether no bit may differ.
+        """
 
 
-class AnyCache(Protocol):
-    """What a target keeps of a text."""
+class SequenceCache(Protocol):
+    """Keys and values, or other state, of one sequence."""
 
     @property
     def length(self) -> int:
@@ -119,17 +170,17 @@ class AnyCache(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes allocated."""
 
-    def keep(self, rows: list[int]) -> None:
-        """Commit those positions of the last forward pass."""
+    def commit(self, rows: list[int]) -> None:
+        """Commit these rows of the last forward pass, in this order; its other rows are dropped."""
 
     def release(self) -> None:
-        """Give back all that is held, at once; the text is not decoded any further."""
+        """Free the memory at once; the sequence is decoded no further."""
 
 
 def last_of(logits: Iterator[torch.Tensor]) -> torch.Tensor:
-    """The last logits of a prompt that is read to its end."""
+    """The last logits of an iterator of `prefill_chunks`, run to its end."""
     last = torch.empty(0)
     for last in logits:  # noqa: B007
         pass

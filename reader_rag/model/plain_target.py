@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from reader_rag.draft.tree import DraftTree
 from reader_rag.model.cpu.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import Reuse, SeenLogits, Step, last_of
+from reader_rag.model.interface import LogitsCallback, Reuse, Step, last_of
 from reader_rag.model.target import context_window
 
 _STATES = ("past_key_values", "cache_params", "state")
@@ -41,7 +41,7 @@ class PlainCache:
         """Bytes held."""
         return sum({id(tensor): tensor.nbytes for tensor in _tensors(self.state, set())}.values())
 
-    def keep(self, rows: list[int]) -> None:
+    def commit(self, rows: list[int]) -> None:
         """Commit what was read.
 
         Args:
@@ -118,12 +118,12 @@ class PlainTarget:
         """0: what such a model keeps of a text does not grow with it, or not in a way that is known here."""
         return 0
 
-    def prefill(self, token_ids: Sequence[int], cache: PlainCache, seen: SeenLogits | None = None) -> torch.Tensor:
+    def prefill(self, token_ids: Sequence[int], cache: PlainCache, seen: LogitsCallback | None = None) -> torch.Tensor:
         """See `Target.prefill`."""
-        return last_of(self.read(token_ids, cache, seen))
+        return last_of(self.prefill_chunks(token_ids, cache, seen))
 
-    def read(
-        self, token_ids: Sequence[int], cache: PlainCache, seen: SeenLogits | None = None
+    def prefill_chunks(
+        self, token_ids: Sequence[int], cache: PlainCache, seen: LogitsCallback | None = None
     ) -> Iterator[torch.Tensor]:
         """Commit a prompt, at once.
 
@@ -137,14 +137,14 @@ class PlainTarget:
         """
         with torch.inference_mode():
             logits = self._read(token_ids, cache, last_only=seen is None)
-            cache.keep(list(range(len(token_ids))))
+            cache.commit(list(range(len(token_ids))))
             if seen is not None:
                 seen(0, logits)
         yield logits[-1:]
 
     @torch.inference_mode()
     def verify(self, root: int, tree: DraftTree, cache: PlainCache) -> torch.Tensor:
-        """One step over the root; committed by `cache.keep([0])`.
+        """One step over the root; committed by `cache.commit([0])`.
 
         Args:
             root: The last emitted token.

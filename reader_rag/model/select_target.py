@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from reader_rag.config import Exactness, Forward
 from reader_rag.errors import ReaderWarning, UnsupportedModelError
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import AnyTarget, Reuse
+from reader_rag.model.interface import Reuse, TargetModel
 from reader_rag.model.plain_target import PlainTarget
 from reader_rag.model.self_test import decodes_plainly, keeps_bits, restores, verifies_chains, verifies_trees
 from reader_rag.model.target import Target, attention_of, keeps_state, takes_masks
@@ -32,7 +32,7 @@ def select_target(
     exactness: Exactness = "fast",
     forward: Forward = "auto",
     strict_width: int | None = None,
-) -> tuple[AnyTarget, Drafting]:
+) -> tuple[TargetModel, Drafting]:
     """The best way to decode a model that gives its own output: with trees, with chains, or plainly.
 
     A model object is changed in two cases, and a `ReaderWarning` says so: an attention backend that takes no tree mask
@@ -75,7 +75,7 @@ def select_target(
     return chains, "chain"
 
 
-def select_reuse(target: AnyTarget, exactness: Exactness) -> Reuse | None:
+def select_reuse(target: TargetModel, exactness: Exactness) -> Reuse | None:
     """What texts that begin the same may have of one another; None: nothing, so that each is read whole.
 
     Args:
@@ -108,7 +108,7 @@ def _inner(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return inner
 
 
-def _tried(make: Callable[[], Target], check: Callable[[AnyTarget], bool], what: str) -> tuple[Target | None, str]:
+def _tried(make: Callable[[], Target], check: Callable[[TargetModel], bool], what: str) -> tuple[Target | None, str]:
     """A target that passes its check, or None and the reason."""
     try:
         target = make()
@@ -121,7 +121,7 @@ def _tried(make: Callable[[], Target], check: Callable[[AnyTarget], bool], what:
         return None, f"the model fails on {what}: {first_line(cause)}"
 
 
-def _plain(model: PreTrainedModel, name: str, why: str) -> tuple[AnyTarget, Drafting]:
+def _plain(model: PreTrainedModel, name: str, why: str) -> tuple[TargetModel, Drafting]:
     target = PlainTarget(model)
     try:
         right = decodes_plainly(target)

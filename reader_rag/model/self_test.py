@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from reader_rag.draft.tree import DraftTree
-from reader_rag.model.interface import AnyTarget
+from reader_rag.model.interface import TargetModel
 
 _PROMPT = 11
 _TEXTS = 3
@@ -21,7 +21,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.1, torc
 """Relative error of logits that rounding explains; a position or a mask that is wrong gives 0.5 and more."""
 
 
-def _tokens(target: AnyTarget, count: int, text: int = 0) -> list[int]:
+def _tokens(target: TargetModel, count: int, text: int = 0) -> list[int]:
     """Token ids spread over the vocabulary, the same every time."""
     return [int(t) for t in np.random.default_rng(text).integers(0, target.config.vocab_size, count)]
 
@@ -33,7 +33,7 @@ def _forest(tokens: list[int]) -> DraftTree:
     return DraftTree.of(tokens, parents, depths, np.full(6, 0.5))
 
 
-def verifies_trees(target: AnyTarget) -> bool:
+def verifies_trees(target: TargetModel) -> bool:
     """Whether a tree's logits are those of plain text along each of its paths, and the commit keeps the right keys.
 
     Catches models that ignore position ids or a tree mask, whatever their class.
@@ -42,14 +42,14 @@ def verifies_trees(target: AnyTarget) -> bool:
     return any(_verifies(target, text, _forest, [[0, 1, 3, 5], [0, 2, 4, 6]]) for text in range(_TEXTS))
 
 
-def verifies_chains(target: AnyTarget) -> bool:
+def verifies_chains(target: TargetModel) -> bool:
     """As `verifies_trees`, for a chain of which a part is accepted: what is not must leave no trace."""
     return any(_verifies(target, text, DraftTree.from_chain, [[*range(7)], [0, 1, 2, 3]]) for text in range(_TEXTS))
 
 
 @torch.inference_mode()
 def _verifies(
-    target: AnyTarget, text: int, tree_of: Callable[[list[int]], DraftTree], paths: Sequence[Sequence[int]]
+    target: TargetModel, text: int, tree_of: Callable[[list[int]], DraftTree], paths: Sequence[Sequence[int]]
 ) -> bool:
     """Verify a tree of six tokens, keep the last of `paths`, and compare all with the model's own pass over text."""
     tokens = _tokens(target, _PROMPT + 8, text)
@@ -57,7 +57,7 @@ def _verifies(
     cache = target.new_cache(_PROMPT + 5, len(tree))
     target.prefill(prompt, cache)
     rows = target.verify(root, tree, cache)
-    cache.keep(list(paths[-1]))
+    cache.commit(list(paths[-1]))
     after = target.verify(last, DraftTree.empty(), cache)
 
     got, expected = [], []
@@ -71,7 +71,7 @@ def _verifies(
 
 
 @torch.inference_mode()
-def decodes_plainly(target: AnyTarget) -> bool:
+def decodes_plainly(target: TargetModel) -> bool:
     """Whether steps over one token give the logits of the model's own pass over the whole text.
 
     Another text is read in between: some models keep what they read in their own modules, where texts get mixed up.
@@ -79,26 +79,26 @@ def decodes_plainly(target: AnyTarget) -> bool:
     return any(_decodes(target, text) for text in range(_TEXTS))
 
 
-def _decodes(target: AnyTarget, text: int) -> bool:
+def _decodes(target: TargetModel, text: int) -> bool:
     tokens, others = _tokens(target, _PROMPT + 6, text), _tokens(target, _PROMPT + 6, _TEXTS + text)
     cache, another = target.new_cache(len(tokens), 0), target.new_cache(len(tokens), 0)
     got = [target.prefill(tokens[:_PROMPT], cache).float()]
     target.prefill(others[:_PROMPT], another)
     for token, other in zip(tokens[_PROMPT:], others[_PROMPT:], strict=True):
         got.append(target.verify(token, DraftTree.empty(), cache).float())
-        cache.keep([0])
+        cache.commit([0])
         target.verify(other, DraftTree.empty(), another)
-        another.keep([0])
+        another.commit([0])
     return _same(target, got, [_logits(target, tokens, first=_PROMPT - 1)])
 
 
 @torch.inference_mode()
-def restores(target: AnyTarget) -> bool:
+def restores(target: TargetModel) -> bool:
     """Whether a text goes on from copies of its first keys and values as from those that were read."""
     return any(_restores(target, text) for text in range(_TEXTS))
 
 
-def _restores(target: AnyTarget, text: int) -> bool:
+def _restores(target: TargetModel, text: int) -> bool:
     tokens = _tokens(target, _PROMPT + 1, text)
     read, restored = target.new_cache(_PROMPT, 0), target.new_cache(len(tokens), 0)
     target.prefill(tokens[: _PROMPT - 3], read)
@@ -109,20 +109,20 @@ def _restores(target: AnyTarget, text: int) -> bool:
     return _same(target, got, [_logits(target, tokens, first=_PROMPT - 1)])
 
 
-def _logits(target: AnyTarget, tokens: list[int], first: int = _PROMPT) -> torch.Tensor:
+def _logits(target: TargetModel, tokens: list[int], first: int = _PROMPT) -> torch.Tensor:
     """Of the model's own pass over a text, float32 [tokens from `first` on, vocabulary]."""
     ids = torch.tensor([tokens], device=target.device)
     logits: torch.Tensor = target.model(ids, use_cache=False).logits[0, first:]
     return logits.float()
 
 
-def _same(target: AnyTarget, got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def _same(target: TargetModel, got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     error = (torch.cat(got) - torch.cat(expected)).norm() / torch.cat(expected).norm()
     quantised = getattr(target.model, "is_quantized", False)  # its products may be 8-bit, whatever its type
     return bool(error <= (0.1 if quantised else _TOLERANCE.get(target.model.dtype, 0.1)))
 
 
-def keeps_bits(target: AnyTarget, *, branches: bool = True) -> bool:
+def keeps_bits(target: TargetModel, *, branches: bool = True) -> bool:
     """Whether a draft's logits are bit for bit those of plain decoding.
 
     Some kernels compute a row differently depending on its neighbours; with those, `strict` cannot be kept. In fixed
@@ -140,7 +140,7 @@ def keeps_bits(target: AnyTarget, *, branches: bool = True) -> bool:
     return all(_keeps_bits(target, text, _PROMPT * (1 + 2 * text), chain) for text in range(_TEXTS) for chain in chains)
 
 
-def _keeps_bits(target: AnyTarget, text: int = 0, length: int = _PROMPT, chain: int = 0) -> bool:
+def _keeps_bits(target: TargetModel, text: int = 0, length: int = _PROMPT, chain: int = 0) -> bool:
     """Whether a draft's bits are plain decoding's, behind `length` tokens; of a chain of so many, or of a forest."""
     tokens = _tokens(target, length + 1 + max(chain, 6), text)
     prompt, root, draft = tokens[:length], tokens[length], tokens[length + 1 :]
@@ -156,5 +156,5 @@ def _keeps_bits(target: AnyTarget, text: int = 0, length: int = _PROMPT, chain: 
             token = root if row == 0 else int(tree.tokens[row - 1])
             if not torch.equal(target.verify(token, DraftTree.empty(), plain)[0], got[row]):
                 return False
-            plain.keep([0])
+            plain.commit([0])
     return True

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.kernels import pool as kernels
 from reader_rag.draft.tree import DraftTree
-from reader_rag.model.interface import AnyTarget
+from reader_rag.model.interface import TargetModel
 from reader_rag.util.files import atomic_path
 
 _VERSION = 3
@@ -74,7 +74,7 @@ class StepCosts:
         self._tries = False
 
     @classmethod
-    def measure(cls, target: AnyTarget, max_nodes: int) -> StepCosts:
+    def measure(cls, target: TargetModel, max_nodes: int) -> StepCosts:
         """Time steps of the target, for three seconds or five steps, whichever is longer.
 
         The least time of a few rounds counts: on a shared machine the others tell of the neighbours.
@@ -102,7 +102,7 @@ class StepCosts:
                 context, count = place
                 if best.get(place, 0.0) > _ONCE * best.get((near, 1), math.inf):
                     continue
-                cache.pretend(context)
+                cache.set_committed(context)
                 tree = DraftTree.from_chain([token] * (count - 1))
                 before = time.perf_counter()
                 target.verify(token, tree, cache).argmax(-1).tolist()
@@ -279,7 +279,7 @@ class Rest:
             self._plain += bool(nodes)
 
 
-def remembered(target: AnyTarget, max_nodes: int, folder: Path) -> StepCosts:
+def remembered(target: TargetModel, max_nodes: int, folder: Path) -> StepCosts:
     """The costs of a target: those of an earlier process on this device, or else measured now and remembered.
 
     Args:
@@ -298,7 +298,7 @@ def remembered(target: AnyTarget, max_nodes: int, folder: Path) -> StepCosts:
     return costs
 
 
-def _key(target: AnyTarget) -> dict[str, Any]:
+def _key(target: TargetModel) -> dict[str, Any]:
     """What the cost of a step depends on."""
     device = target.device
     return {

@@ -24,7 +24,7 @@ from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.cpu.forward import CpuForward, Rows, head_width
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import Reuse, SeenLogits, Step, last_of
+from reader_rag.model.interface import LogitsCallback, Reuse, Step, last_of
 
 PREFILL_CHUNK = 512
 """Prompt tokens per forward pass; bounds what the attention mask and the activations of a long prompt take."""
@@ -148,16 +148,16 @@ class Target:
     def _capacity(self, positions: int, max_nodes: int) -> int:
         return positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
 
-    def prefill(self, token_ids: Sequence[int], cache: TreeCache, seen: SeenLogits | None = None) -> torch.Tensor:
-        """Commit a prompt; all chunks of `read`, whose arguments these are.
+    def prefill(self, token_ids: Sequence[int], cache: TreeCache, seen: LogitsCallback | None = None) -> torch.Tensor:
+        """Commit a prompt; all chunks of `prefill_chunks`, whose arguments these are.
 
         Returns:
             Logits after the last token, [1, vocabulary].
         """
-        return last_of(self.read(token_ids, cache, seen))
+        return last_of(self.prefill_chunks(token_ids, cache, seen))
 
-    def read(
-        self, token_ids: Sequence[int], cache: TreeCache, seen: SeenLogits | None = None
+    def prefill_chunks(
+        self, token_ids: Sequence[int], cache: TreeCache, seen: LogitsCallback | None = None
     ) -> Iterator[torch.Tensor]:
         """Commit a prompt chunk by chunk, one with each step of the iterator.
 
@@ -174,7 +174,7 @@ class Target:
         Raises:
             ValueError: The text lies among others already.
         """
-        if cache.home is not None:
+        if cache.batch is not None:
             raise ValueError("a text that is decoded together with others reads no more prompt")
         tokens = np.array(token_ids, np.int64)
         size = PREFILL_CHUNK
@@ -185,15 +185,15 @@ class Target:
             size = self.cpu.chunk
         for start in range(0, len(tokens), size):
             chunk = tokens[start : start + size]
-            yield self._read_chunk(chunk, cache, None if seen is None else partial(seen, start))
+            yield self._prefill_chunk(chunk, cache, None if seen is None else partial(seen, start))
 
     @torch.inference_mode()
-    def _read_chunk(
+    def _prefill_chunk(
         self, tokens: NDArray[np.int64], cache: TreeCache, seen: Callable[[torch.Tensor], None] | None
     ) -> torch.Tensor:
         if self.cpu is not None and self.cpu.prefills_faster:
             (logits,) = self.cpu([Rows.of_text(tokens, cache, len(tokens) - 1 if seen is None else 0)])
-            cache.keep(list(range(len(tokens))))
+            cache.commit(list(range(len(tokens))))
             if seen is not None:
                 seen(logits)
             return logits[-1:]
@@ -202,7 +202,7 @@ class Target:
         states: list[torch.Tensor] = []
         with _outputs(self._decoder if seen is not None and self._last_only else None, states):
             logits = self._forward(tokens[None], positions[None], cache, **self._last_only)
-        cache.keep(list(range(len(tokens))))
+        cache.commit(list(range(len(tokens))))
         self._position_bytes = cache.nbytes // cache.capacity
         if seen is not None and states:
             seen(self._head(states[0][0]))
@@ -212,7 +212,7 @@ class Target:
 
     @torch.inference_mode()
     def verify(self, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
-        """One forward pass over the root and a draft tree. What it wrote is committed by `cache.keep`.
+        """One forward pass over the root and a draft tree. What it wrote is committed by `cache.commit`.
 
         Args:
             root: The last accepted token; its keys are not in the cache yet.
@@ -225,7 +225,7 @@ class Target:
         """
         if self.cpu is not None:
             return self.cpu([Rows.of_tree(root, tree, cache)])[0]
-        if cache.home is not None:
+        if cache.batch is not None:
             return self._verify_together([Step(root, tree, cache)])[0]
         rows = len(tree) + 1
         shown, width = cache.length + rows, rows

@@ -530,7 +530,7 @@ class TestEnds:
         def broken(*_: Any) -> None:
             raise ValueError("the store is broken")
 
-        monkeypatch.setattr(engine.prefixes, "keep", broken)
+        monkeypatch.setattr(engine.prefixes, "insert", broken)
         streams = [engine.submit(engine.encode("a"), ask(max_tokens=count)) for count in (5, 9)]
         drain(engine)
         assert [len(drained(stream).token_ids) for stream in streams] == [5, 9]
@@ -818,7 +818,7 @@ class Together(RuleBasedStateMachine):
     def no_more_memory_is_held_than_reserved(self) -> None:
         caches: list[Any] = [row.request.cache for row in self.engine.scheduler._rows if row.request._state]
         batch = self.engine.target._batch  # type: ignore[attr-defined]
-        held = batch.nbytes + sum(cache.nbytes for cache in caches if cache.home is None)
+        held = batch.nbytes + sum(cache.nbytes for cache in caches if cache.batch is None)
         assert held <= self.engine.busy.cache_bytes
 
     def teardown(self) -> None:

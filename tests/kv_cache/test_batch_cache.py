@@ -62,7 +62,7 @@ def text_of(marks: Sequence[int], layers: Sequence[int] = (0,), count: int = 1, 
     text = TreeCache(count, capacity)
     for layer in layers:
         text.update(*states([marks]), layer)
-    text.keep(list(range(len(marks))))
+    text.commit(list(range(len(marks))))
     return text
 
 
@@ -96,8 +96,8 @@ def test_by_offset_every_text_writes_behind_its_own_and_what_is_kept_is_moved_th
     assert now.starts.tolist() == [2, 3]
     assert shown == [[1, 2, 3, 4, 0], [11, 12, 13, 14, 15]]
     assert now.keys[:, :3].tolist() == [[0, 1, -2], [0, 1, 2]]  # below zero: to be seen through `visible` alone
-    a.keep([1])
-    b.keep([0, 1])
+    a.commit([1])
+    b.commit([0, 1])
     assert (a.length, b.length) == (3, 5)
     assert batch.positions[:, :5].tolist() == [[0, 1, -1, 2, -1], [0, 1, 2, 3, 4]]
     now, shown = write(batch, [a, b], [[5], [16]])
@@ -113,8 +113,8 @@ def test_by_column_all_write_side_by_side_and_what_is_kept_stays_there() -> None
     assert now.starts.tolist() == [20, 20]
     assert shown == [[1, 2, *[0] * 18, 3, 4], [*range(11, 33)]]
     moved = batch.bytes_moved
-    a.keep([1])
-    b.keep([0])
+    a.commit([1])
+    b.commit([0])
     assert batch.positions[:, 18:23].tolist() == [[-1, -1, -1, 2, -1], [18, 19, 20, -1, -1]]
     now, shown = write(batch, [a, b], [[5], [33]])
     assert now.starts.tolist() == [22, 22]
@@ -127,12 +127,12 @@ def test_by_column_all_is_moved_together_when_the_columns_run_out() -> None:
     a, b = text_of([1, 2]), text_of(range(11, 51))
     for step in range(3):
         write(batch, [a, b], [[100 + step, 0], [200 + step, 0]])
-        a.keep([0])
-        b.keep([0])
+        a.commit([0])
+        b.commit([0])
     write(batch, [a], [[103, 104]])  # behind its own last column
-    a.keep([1, 0])
+    a.commit([1, 0])
     write(batch, [a], [[105, 106]])
-    a.keep([0, 1])
+    a.commit([0, 1])
     assert batch.columns == 47
     assert batch.rearrangements == 0
     moved = batch.bytes_moved
@@ -151,8 +151,8 @@ def test_the_last_row_moves_to_where_one_has_left(policy: Policy) -> None:
     a, b, c = text_of([1, 2]), text_of([11, 12]), text_of([21, 22])
     write(batch, [a, b, c], [[3], [13], [23]])
     b.release()
-    c.keep([0])  # what it wrote before the other left
-    a.keep([0])
+    c.commit([0])  # what it wrote before the other left
+    a.commit([0])
     assert [batch.row_of(text) for text in (a, c)] == [0, 1]
     assert batch.positions[:, :3].tolist() == [[0, 1, 2], [0, 1, 2]]
     d = text_of([31])
@@ -178,12 +178,12 @@ def test_texts_that_sit_out_lose_nothing(policy: Policy) -> None:
     a, b, c = text_of([1, 2]), text_of([11, 12, 13]), text_of([21])
     write(batch, [a, b, c], [[3, 4], [14, 15], [22, 23]])
     write(batch, [b], [[16, 17]])  # before the others say what they keep of theirs
-    a.keep([0, 1])
-    c.keep([1])
-    b.keep([1])
+    a.commit([0, 1])
+    c.commit([1])
+    b.commit([1])
     assert committed(*write(batch, [c, a], [[24], [5]])) == [[21, 23], [1, 2, 3, 4]]  # not side by side
     assert committed(*write(batch, [b], [[18]])) == [[11, 12, 13, 17]]
-    c.keep([0])
+    c.commit([0])
     assert committed(*write(batch, [a, b, c], [[5], [18], [25]])) == [[1, 2, 3, 4], [11, 12, 13, 17], [21, 23, 24]]
 
 
@@ -193,7 +193,7 @@ def test_layers_that_hold_nothing_of_their_own_keep_step(policy: Policy) -> None
     texts = [text_of([1, 2], [0], 2), text_of([11], [0], 2)]
     write(batch, texts, [[3], [12]])
     for text in texts:
-        text.keep([0])
+        text.commit([0])
         assert [layer.length for layer in text.tree_layers] == [text.length] * 2
     assert not batch.batch_layers[1].is_initialized
     assert batch.nbytes == 2 * batch.columns * OF_A_POSITION
@@ -204,8 +204,8 @@ def test_texts_that_hold_nothing_yet_may_join(policy: Policy) -> None:
     batch = BatchCache(1, policy)
     a, b = TreeCache(1, 20), TreeCache(1, 20)
     assert write(batch, [a, b], [[1], [11]])[1] == [[1], [11]]
-    a.keep([0])
-    b.keep([0])
+    a.commit([0])
+    b.commit([0])
     assert write(batch, [a, b, text_of([21, 22])], [[2], [12], [23]])[1][0][:1] == [1]
 
 
@@ -223,7 +223,7 @@ def test_a_batch_that_grows_goes_on_by_the_other_policy() -> None:
         assert [len(row) for row in seen] == [text.length for text in texts]
         assert seen[4][:2] == [500, 501]
         for text in texts:
-            text.keep([0, 2])
+            text.commit([0, 2])
 
 
 def test_a_text_does_not_grow_beyond_what_it_was_made_for() -> None:
@@ -259,7 +259,7 @@ def test_a_text_that_was_dropped_leaves_with_the_next_pass(policy: Policy) -> No
     batch = BatchCache(1, policy)
     a, b = text_of(range(50)), text_of([11])
     write(batch, [a, b], [[3], [12]])
-    b.keep([0])
+    b.commit([0])
     del a
     gc.collect()
     assert committed(*write(batch, [b], [[13]])) == [[11, 12]]
@@ -279,7 +279,7 @@ def test_a_text_released_by_another_thread_during_a_pass_leaves_after_it(policy:
         assert batch.texts == 2
         assert marks_of(*batch.update(*states([[2], [12]]), 0)) == [[1, 2], [11, 12]]
     assert batch.texts == 1
-    b.keep([0])
+    b.commit([0])
     assert write(batch, [b], [[13]])[1] == [[11, 12, 13]]
 
 
@@ -306,7 +306,7 @@ def test_memory_grows_by_no_more_than_a_layer_beyond_what_it_grows_to(
             pass
         assert max(held, default=0) <= batch.nbytes * 9 / 8
         for text in texts:
-            text.keep([0, 1])
+            text.commit([0, 1])
     assert len(held) > 16
 
 
@@ -320,7 +320,7 @@ def test_by_column_an_entry_is_moved_a_constant_number_of_times() -> None:
                 pass
             for text in texts:
                 accepted = min(int(random.geometric(0.4)) - 1, 8)
-                text.keep([0, *sorted(1 + random.choice(8, accepted, replace=False))])
+                text.commit([0, *sorted(1 + random.choice(8, accepted, replace=False))])
             assert batch.nbytes <= bound(batch)
         assert batch.rearrangements > 5
         moves[steps] = batch.bytes_moved / (sum(text.length for text in texts) * OF_A_POSITION)
@@ -412,7 +412,7 @@ class Twin:
             rows = np.flatnonzero(random.random(len(marks)) < 0.4).tolist()
             if random.random() < 0.2:
                 rows = rows[::-1]
-            self.texts[n][0].keep(rows)
+            self.texts[n][0].commit(rows)
             self.texts[n][1].extend(marks[row] for row in rows)
 
     def leave(self, n: int, *, released: bool) -> None:
@@ -514,7 +514,7 @@ class Pair:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
         for cache in (self.among, self.alone):
-            cache.keep(path_rows(step.tree, node))
+            cache.commit(path_rows(step.tree, node))
         assert self.among.length == self.alone.length
 
 
@@ -554,7 +554,7 @@ def test_texts_are_verified_in_one_pass_and_one_alone_stays_where_it_is(monkeypa
         target.model, "forward", lambda ids, **inputs: (passes.append(tuple(ids.shape)), forward(ids, **inputs))[1]
     )
     target.verify_batch([Step(5, random_tree(0, 4, VOCABULARY), pairs[0].among)])
-    assert pairs[0].among.home is None
+    assert pairs[0].among.batch is None
     target.verify_batch([Step(5, random_tree(n, n, VOCABULARY), pair.among) for n, pair in enumerate(pairs)])
     assert passes == [(1, 5), (3, 3)]
     with pytest.raises(ValueError, match="reads no more prompt"):
@@ -571,7 +571,7 @@ def test_where_no_tree_is_verified_every_text_has_a_pass_of_its_own(
     steps = [Step(5, DraftTree.from_chain([6, 7, 8]), pair.among) for pair in pairs]
     for pair, step, logits in zip(pairs, steps, target.verify_batch(steps), strict=True):
         pair.accept(step, logits, 1)
-        assert pair.among.home is None
+        assert pair.among.batch is None
 
 
 def test_a_text_behind_the_switch_of_its_rotation_does_not_turn_the_others() -> None:
@@ -606,7 +606,7 @@ def test_a_pass_that_fails_loses_nothing() -> None:
 
 
 @every_policy
-def test_positions_can_be_pretended_for_timing(policy_of_all: Policy) -> None:
+def test_committed_positions_can_be_set_for_timing(policy_of_all: Policy) -> None:
     target = family("Llama")
     caches = [target.new_cache(200, 4) for _ in range(2)]
     for cache in caches:
@@ -615,7 +615,7 @@ def test_positions_can_be_pretended_for_timing(policy_of_all: Policy) -> None:
     for length in (1, 150, 20):
         target.verify_batch(steps)
         for cache in caches:
-            cache.pretend(length)
+            cache.set_committed(length)
             assert cache.length == length
         assert target._batch.longest == length
         assert target._batch.columns <= 1.25 * length + 3
@@ -666,8 +666,8 @@ def test_a_plain_cache_gives_its_state_back() -> None:
 def test_what_is_kept_of_a_text_among_others_is_what_is_kept_of_it_alone(policy: Policy) -> None:
     batch, text, other = BatchCache(2, policy), text_of([1, 2, 3], (0,), 2), text_of([7], (0,), 2)
     write(batch, [text, other], [[4, 5, 6, 8], [9, 9, 9, 9]])
-    text.keep([0, 2, 3])
-    other.keep([0])
+    text.commit([0, 2, 3])
+    other.commit([0])
     held, nothing = text.states(1, 6)
     assert nothing is None  # a layer that shares another's keys
     assert held is not None

@@ -52,7 +52,7 @@ class Written:
 
 
 def keep(store: PrefixCache, tokens: Sequence[int], tenant: str = "") -> None:
-    store.keep(tenant, tokens, Written(tokens))
+    store.insert(tenant, tokens, Written(tokens))
 
 
 def found(store: PrefixCache, tokens: Sequence[int], tenant: str = "") -> int:
@@ -173,10 +173,10 @@ def test_without_memory_nothing_is_kept_and_what_was_held_stays(error: Exception
     keep(store, [8, 8])
     cache = Full([1, 2, 3, 4])
     cache.error = error
-    store.keep("", cache.tokens, cache)
+    store.insert("", cache.tokens, cache)
     assert (found(store, [1, 2, 3, 4, 5]), found(store, [8, 8, 8])) == (0, 2)
     keep(store, [1, 2])
-    store.keep("", cache.tokens, cache)
+    store.insert("", cache.tokens, cache)
     assert found(store, [1, 2, 3, 4, 5]) == 2
     assert store.nbytes == 4 * POSITION
 
@@ -185,7 +185,7 @@ def test_other_errors_are_not_hidden() -> None:
     cache = Full([1, 2, 3, 4])
     cache.error = RuntimeError("device lost")
     with pytest.raises(RuntimeError, match="device lost"):
-        PrefixCache(1000, block=2).keep("", cache.tokens, cache)
+        PrefixCache(1000, block=2).insert("", cache.tokens, cache)
 
 
 class Twin:
@@ -533,7 +533,7 @@ def test_a_model_that_does_not_go_on_from_copies_reuses_nothing(monkeypatch: pyt
 
     def short(self: TreeCache, blocks: Sequence[States]) -> None:
         restore(self, blocks)
-        self.pretend(self.length - 1)
+        self.set_committed(self.length - 1)
 
     monkeypatch.setattr(TreeCache, "restore", short)
     assert made(make_model("GPT2")).prefixes is None

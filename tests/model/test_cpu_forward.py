@@ -134,7 +134,7 @@ def test_a_drafted_rows_bits_are_those_of_plain_decoding(name: str, committed: i
         for row in tree.paths[leaf + 1, : tree.depths[leaf] + 1]:
             token = int(tree.tokens[row - 1]) if row else 7
             assert torch.equal(target.verify(token, DraftTree.empty(), plain)[0], got[row])
-            plain.keep([0])
+            plain.commit([0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -150,10 +150,10 @@ def test_what_is_kept_of_a_tree_is_what_plain_decoding_would_have_written(dtype:
     for cache in (drafted, plain):
         target.prefill(text, cache)
     target.verify(7, tree, drafted)
-    drafted.keep(path)
+    drafted.commit(path)
     for row in path:
         target.verify(int(tree.tokens[row - 1]) if row else 7, DraftTree.empty(), plain)
-        plain.keep([0])
+        plain.commit([0])
     assert drafted.length == plain.length == 21 + len(path)
     for left, right in zip(drafted.arrays, plain.arrays, strict=True):
         assert np.array_equal(left[:, :, : drafted.length], right[:, :, : drafted.length])

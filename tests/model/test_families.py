@@ -198,8 +198,8 @@ def one_row_at_a_time(target: Target) -> None:
         before, rows = cache.length, []
         for token in [root, *tree.tokens.tolist()]:
             rows.append(verify(token, DraftTree.empty(), cache))
-            cache.keep([0])
-        cache.pretend(before)
+            cache.commit([0])
+        cache.set_committed(before)
         return torch.cat(rows)
 
     target.verify = verified  # type: ignore[method-assign]
@@ -213,7 +213,7 @@ def test_chains_that_leave_a_trace_fail_the_self_test() -> None:
     def forgets_nothing(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         output = forward(*args, past_key_values=past_key_values, **kwargs)
         if args[0].shape[1] == 7:  # the root and the chain: one is kept, accepted or not
-            past_key_values.keep([0])
+            past_key_values.commit([0])
         return output
 
     target.model.forward = forgets_nothing  # type: ignore[method-assign]
@@ -384,7 +384,7 @@ def test_a_state_takes_nothing_back() -> None:
         target.verify(5, DraftTree.from_chain([6, 7]), cache)
     target.verify(5, DraftTree.empty(), cache)
     with pytest.raises(ValueError, match="a state cannot be rewound"):
-        cache.keep([])
+        cache.commit([])
 
 
 def test_a_model_without_a_cache_reads_the_text_again() -> None:

@@ -66,7 +66,7 @@ def test_tree_logits_are_those_of_plain_text_along_every_path(name: str, attenti
         # Keep the deepest path; its nodes lie scattered.
         kept = path_to(tree, int(tree.depths.argmax()))
         assert len(kept) >= 3
-        cache.keep([0, *(node + 1 for node in kept)])
+        cache.commit([0, *(node + 1 for node in kept)])
         text += [root, *tree.tokens[kept].tolist()]
         assert cache.length == len(text)
     # A plain step after drafted ones sees what was kept.
@@ -204,7 +204,7 @@ def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dty
     expected = []
     for token in [7, *draft]:
         expected.append(target.verify(token, DraftTree.empty(), plain)[0])
-        plain.keep([0])
+        plain.commit([0])
 
     drafted = target.new_cache(60, 8)
     target.prefill(text, drafted)

@@ -88,7 +88,7 @@ class _Sequence:
         self.cache = TreeCache(shape.layers, context + self.left + 2 * (_DRAFTED + 1))
         for layer in range(shape.layers):
             self.cache.update(states[:, :, :context], states[:, :, :context], layer)
-        self.cache.keep(list(range(context)))
+        self.cache.commit(list(range(context)))
 
 
 class _Run:
@@ -134,7 +134,7 @@ class _Run:
                 keys, values = self._cache.update(self._new, self._new, layer)
                 scaled_dot_product_attention(self._new, keys, values, attn_mask=mask)
         for cache, rows in zip(caches, kept, strict=True):
-            cache.keep(rows)
+            cache.commit(rows)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self.times.append(1e3 * (time.perf_counter() - started))
