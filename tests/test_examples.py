@@ -60,6 +60,7 @@ def test_the_example_of_the_readme_runs(folder: Path) -> None:
     assert printed[-1].endswith(" heron.txt")
 
 
+@pytest.mark.slow
 def test_the_chat_program_answers_with_its_sources(folder: Path) -> None:
     done = _run([str(ROOT / "examples" / "rag_chat.py"), "docs"], folder, "Where does the heron stand?\n\n")
     assert (folder / "imported").exists()

@@ -22,7 +22,7 @@ def _little_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
 
 
-@pytest.mark.parametrize("bits", [16, 17])
+@pytest.mark.parametrize("bits", [16, pytest.param(17, marks=pytest.mark.slow)])
 def test_each_size_is_built_and_searched(tmp_path: Path, bits: int) -> None:
     arguments = ["bench", "datastore", "--tokens", "2000,6e3", "--vocabulary-bits", str(bits), "--json"]
     result = CliRunner().invoke(app, [*arguments, "--folder", str(tmp_path / "f")], catch_exceptions=False)

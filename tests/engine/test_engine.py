@@ -599,6 +599,7 @@ def test_margins_end_with_the_answer(engine: Engine) -> None:
 # The real model
 
 
+@pytest.mark.slow
 def test_real_answers_are_those_recorded(real_engine: Engine, shared_data: Path) -> None:
     with (shared_data / "smollm2_traces.jsonl").open(encoding="utf-8") as lines:
         traces = [trace for trace in map(json.loads, lines) if trace["category"] == "rag"]

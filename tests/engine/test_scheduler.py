@@ -198,6 +198,7 @@ class TestAnswers:
         assert sum(sizes) == 9 * 7 - 5 * 7  # the five whose streams were dropped were never begun
         assert len(sizes) < 4 * 7
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["Mistral", "Gemma3Text", "Bloom", "Mamba"])
     def test_whatever_can_be_verified_on_the_model(
         self, make_engine: Callable[..., Engine], name: str, tiny_tokenizer: PreTrainedTokenizerFast
@@ -841,6 +842,7 @@ def test_requests_that_join_and_leave_at_random(make_engine: Callable[..., Engin
     run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=20))
 
 
+@pytest.mark.slow
 def test_two_hundred_requests_leave_nothing_behind(
     make_engine: Callable[..., Engine], caches: list[weakref.ref[Any]]
 ) -> None:

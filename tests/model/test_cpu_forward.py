@@ -76,7 +76,7 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.008}
 """Relative errors; in 16 bits the model's own differ from its float32 logits by about as much."""
-DTYPES = list(TOLERANCE)
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 
 def make_model(name: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -229,6 +229,7 @@ def test_the_models_own_forward_can_be_asked_for() -> None:
     assert Target(model, forward="torch").cpu is None
 
 
+@pytest.mark.slow
 def test_the_threads_of_pytorch_stay_as_they_are() -> None:
     """In a process of its own: it is the first compiled loop that makes numba's threads."""
     program = """

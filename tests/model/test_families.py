@@ -49,7 +49,7 @@ from reader_rag.model.target import Target
 MODE = dict.fromkeys(TREES, "tree") | dict.fromkeys(CHAINS, "chain") | dict.fromkeys(PLAIN, "none")
 EAGER_TOO = ("Llama", "Mistral", "Gemma3Text", "Mixtral", "Llama4Text", "GPT2", "DeepseekV3", "Falcon-alibi")
 CASES = [pytest.param(name, None, id=name) for name in MODELS]
-CASES += [pytest.param(name, "eager", id=f"{name}-eager") for name in EAGER_TOO]
+CASES += [pytest.param(name, "eager", id=f"{name}-eager", marks=pytest.mark.slow) for name in EAGER_TOO]
 TOKENS = 48
 
 

@@ -215,6 +215,7 @@ def test_a_stall_of_the_machine_is_not_learned() -> None:
     assert costs.seconds()[1] == 1.0
 
 
+@pytest.mark.slow
 def test_a_target_is_measured_for_every_size_of_tree(tiny_model: object) -> None:
     costs = StepCosts.measure(Target(tiny_model), max_nodes=12)  # type: ignore[arg-type]
     seconds = costs.seconds()

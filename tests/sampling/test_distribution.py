@@ -80,6 +80,7 @@ def test_pairs_of_tokens_have_the_targets_distribution(draw: Draw) -> None:
     assert distance(draw) < FAR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [drafts_favoured, noise_used_twice])
 def test_the_measurement_sees_a_rule_that_is_wrong(draw: Draw) -> None:
     assert distance(draw) > FAR
