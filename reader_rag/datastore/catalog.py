@@ -42,7 +42,7 @@ class Catalog:
     """The namespaces of a datastore.
 
     Args:
-        folder: Folder of the datastore; it has a manifest.
+        folder: Folder of the datastore; if it is opened for writing and has no manifest, one is written.
         identity: Identity of the datastore.
         files: File layer.
         open_writer: Opens namespaces for writing; None: read-only.
@@ -51,6 +51,12 @@ class Catalog:
         lock: Held while namespaces are opened, made or removed.
         version: Grows when namespaces are opened, made, removed or shared.
         closed: Whether the datastore was closed.
+
+    Raises:
+        DatastoreNotFoundError: There is no datastore in the folder.
+        DatastoreMismatchError: It is of another version, tokenizer or vocabulary.
+        DatastoreCorruptError: Its manifest is damaged.
+        DatastoreWriteError: The folder cannot be written to.
     """
 
     def __init__(self, folder: Path, identity: Identity, files: Files, open_writer: OpenWriter | None) -> None:
@@ -59,8 +65,12 @@ class Catalog:
         self.version = 0
         self.closed = False
         self._identity, self._files, self._open_writer = identity, files, open_writer
+        if open_writer is not None and not (folder / DATASTORE_MANIFEST).exists():
+            with datastore_errors(folder):
+                write_datastore_manifest(files, folder, DatastoreManifest(identity.tokenizer, identity.vocabulary))
         self._stamp = self._current_stamp()
-        self._manifest = read_datastore_manifest(folder)
+        self._manifest = read_manifest(folder)
+        identity.check({"tokenizer": self._manifest.tokenizer, "vocabulary": self._manifest.vocabulary}, folder)
         self._opened: dict[str, Namespace] = {}
 
     @property
@@ -202,7 +212,7 @@ class Catalog:
                     warnings.warn(message, ReaderWarning, stacklevel=4)
             stamp = self._current_stamp()
             if stamp != self._stamp:
-                self._manifest, self._stamp = read_datastore_manifest(self.folder), stamp
+                self._manifest, self._stamp = read_manifest(self.folder), stamp
                 folders = {path.name for path in self.folders()}
                 self._opened = {name: kept for name, kept in self._opened.items() if folder_name(name) in folders}
                 self.version += 1
@@ -222,12 +232,15 @@ class Catalog:
             raise DatastoreError(f"the datastore {self.folder} is closed: open it again")
 
     def _current_stamp(self) -> tuple[int, ...]:
-        """A value that changes when namespaces come or go or are shared."""
-        own, folder = (self.folder / DATASTORE_MANIFEST).stat(), self.folder.stat()
+        """A value that changes when namespaces come or go or are shared; empty: there is no datastore."""
+        try:
+            own, folder = (self.folder / DATASTORE_MANIFEST).stat(), self.folder.stat()
+        except FileNotFoundError:
+            return ()
         return own.st_mtime_ns, own.st_ino, folder.st_mtime_ns, folder.st_nlink
 
 
-def existing_manifest(folder: Path) -> DatastoreManifest:
+def read_manifest(folder: Path) -> DatastoreManifest:
     """Read the manifest of a datastore.
 
     Raises:
@@ -240,61 +253,42 @@ def existing_manifest(folder: Path) -> DatastoreManifest:
     return read_datastore_manifest(folder)
 
 
-def open_folder(folder: Path, identity: Identity, files: Files, *, read_only: bool) -> BaseFileLock | None:
-    """Check the folder of a datastore; unless `read_only`, lock it, and make it if it does not exist.
+def lock_folder(folder: Path, files: Files) -> BaseFileLock:
+    """Lock the folder of a datastore for writing, and make it if it does not exist.
 
     Args:
         folder: Folder of the datastore.
-        identity: Tokenizer and vocabulary that it must have.
         files: File layer.
-        read_only: Change nothing.
 
     Returns:
-        The writer's lock, held; None: read-only.
+        The lock, held.
 
     Raises:
-        DatastoreNotFoundError: There is no datastore, and it is opened read-only, or the folder has other files.
-        DatastoreMismatchError: It is of another version, tokenizer or vocabulary.
-        DatastoreCorruptError: Its manifest is damaged.
+        DatastoreNotFoundError: There is no datastore, and the folder has other files.
         DatastoreBusyError: Another process writes to it.
         DatastoreWriteError: The folder cannot be written to.
+        MissingDependencyError: filelock is not installed.
     """
-    lock = None
-    if not read_only:
-        with datastore_errors(folder):
-            exists = (folder / DATASTORE_MANIFEST).exists()
-            if not exists and folder.is_dir() and any(map(_is_foreign, folder.iterdir())):
-                raise DatastoreNotFoundError(f"{folder} holds other files: name an empty or a new folder")
-            files.make_folder(folder)
-            lock = _acquire_lock(folder)
     try:
-        if lock is not None and not (folder / DATASTORE_MANIFEST).exists():
-            with datastore_errors(folder):
-                write_datastore_manifest(files, folder, DatastoreManifest(identity.tokenizer, identity.vocabulary))
-        manifest = existing_manifest(folder)
-        identity.check({"tokenizer": manifest.tokenizer, "vocabulary": manifest.vocabulary}, folder)
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        raise
+        from filelock import FileLock, Timeout
+    except ImportError as cause:
+        raise MissingDependencyError("writing to a datastore needs filelock: pip install filelock") from cause
+    with datastore_errors(folder):
+        exists = (folder / DATASTORE_MANIFEST).exists()
+        if not exists and folder.is_dir() and any(map(_is_foreign, folder.iterdir())):
+            raise DatastoreNotFoundError(f"{folder} holds other files: name an empty or a new folder")
+        files.make_folder(folder)
+        lock = FileLock(folder / LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as cause:
+            raise DatastoreBusyError(
+                f"another process writes to the datastore {folder}: wait until it closes it, or open it with "
+                "read_only=True"
+            ) from cause
     return lock
 
 
 def _is_foreign(path: Path) -> bool:
     """Whether a file does not belong to a datastore that was never completed."""
     return path.name != LOCK and DATASTORE_MANIFEST not in path.name
-
-
-def _acquire_lock(folder: Path) -> BaseFileLock:
-    try:
-        from filelock import FileLock, Timeout
-    except ImportError as cause:
-        raise MissingDependencyError("writing to a datastore needs filelock: pip install filelock") from cause
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as cause:
-        raise DatastoreBusyError(
-            f"another process writes to the datastore {folder}: wait until it closes it, or open it with read_only=True"
-        ) from cause
-    return lock

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from reader_rag.datastore.token_codec import checksum
-from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError
+from reader_rag.datastore.token_codec import check_version, checksum
+from reader_rag.errors import DatastoreCorruptError
 from reader_rag.util.files import Files
 
 FORMAT_VERSION = 1
@@ -138,11 +138,7 @@ def _read(path: Path) -> dict[str, Any]:
     words = head.decode(errors="replace").split(" ")
     if len(words) != 3 or words[0] != _MAGIC:
         raise _damaged(path)
-    if words[1] != str(FORMAT_VERSION):
-        raise DatastoreMismatchError(
-            f"{path} has format {words[1]} and this version reads {FORMAT_VERSION}: use the version that wrote it, or "
-            "build another datastore in a new folder"
-        )
+    check_version(path, words[1], FORMAT_VERSION)
     text = text.removesuffix(b"\n")
     if words[2] != f"{checksum(text):08x}":
         raise _damaged(path)

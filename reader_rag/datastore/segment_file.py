@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.datastore.segment import DocumentNames, Segment
-from reader_rag.datastore.token_codec import Identity, checksum
-from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError
+from reader_rag.datastore.token_codec import Identity, check_version, checksum
+from reader_rag.errors import DatastoreCorruptError
 from reader_rag.util.files import Files
 
 MAGIC = b"RRAGSEG\n"
@@ -161,7 +161,7 @@ class DamagedBlock:
     """A range of a segment file that differs from what was written.
 
     Attributes:
-        table: "tokens" (the text) or "places" (the suffix array).
+        table: "tokens" or "suffix array".
         start: First byte of the range in that table.
         stop: Byte behind the last.
         documents: Names of the documents whose tokens lie in it; empty for the suffix array, which is of all.
@@ -186,7 +186,7 @@ def verify_segment(path: Path, segment: Segment) -> list[DamagedBlock]:
     expected = _array(data, start, header["tables"]["blocks"], np.dtype("<u4")).tolist()
     damaged = []
     k = 0
-    for table, array in zip(_BLOCK_TABLES, (segment.tokens, segment.positions), strict=True):
+    for table, array in (("tokens", segment.tokens), ("suffix array", segment.positions)):
         for n, block in enumerate(_blocks(array)):
             if k >= len(expected) or checksum(block) != expected[k]:
                 first, last = n * BLOCK, n * BLOCK + block.nbytes
@@ -214,11 +214,7 @@ def _read_header(data: Any, path: Path, crc: int | None) -> tuple[dict[str, Any]
     if len(data) < _FIXED.size or data[: len(MAGIC)] != MAGIC:
         raise _damaged(path, "it is not a segment")
     _, version, length, found = _FIXED.unpack(data[: _FIXED.size])
-    if version != FORMAT_VERSION:
-        raise DatastoreMismatchError(
-            f"{path} has format {version} and this version reads {FORMAT_VERSION}: use the version that wrote it, or "
-            "build another datastore in a new folder"
-        )
+    check_version(path, version, FORMAT_VERSION)
     text = data[_FIXED.size : _FIXED.size + length]
     if len(text) != length or checksum(text) != found:
         raise _damaged(path, "its header has a wrong checksum")

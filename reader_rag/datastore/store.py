@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.datastore.catalog import Catalog, existing_manifest, open_folder
+from reader_rag.datastore.catalog import Catalog, lock_folder, read_manifest
 from reader_rag.datastore.compactor import CompactionConfig, Compactor
 from reader_rag.datastore.namespace import Namespace, folder_name
 from reader_rag.datastore.searcher import Searcher
@@ -108,7 +108,7 @@ class Datastore:
         folder, files = Path(folder), files or Files()
         identity = Identity(tokenizer, vocabulary)
         assert identity.codec  # raises if the vocabulary is out of range
-        lock = open_folder(folder, identity, files, read_only=read_only)
+        lock = None if read_only else lock_folder(folder, files)
         try:
             store = cls(folder, identity, compaction or CompactionConfig(), files, clock, lock)
             if lock is not None:
@@ -134,7 +134,7 @@ class Datastore:
             DatastoreBusyError: Another process writes to it.
             DatastoreWriteError: The folder cannot be written to.
         """
-        manifest = existing_manifest(Path(folder))
+        manifest = read_manifest(Path(folder))
         return cls.open(folder, vocabulary=manifest.vocabulary, tokenizer=manifest.tokenizer, read_only=read_only)
 
     # Documents

@@ -187,6 +187,19 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer], vocabulary: int) ->
     return array.astype(np.int64, copy=False)
 
 
+def check_version(path: Path, found: int | str, expected: int) -> None:
+    """Compare the format's version in a file with the one that this code reads.
+
+    Raises:
+        DatastoreMismatchError: They differ.
+    """
+    if str(found) != str(expected):
+        raise DatastoreMismatchError(
+            f"{path} has format {found} and this version reads {expected}: use the version that wrote it, or build "
+            "another datastore in a new folder"
+        )
+
+
 def checksum(data: Any) -> int:
     """CRC-32 of bytes or of an array."""
     return zlib.crc32(memoryview(data).cast("B"))

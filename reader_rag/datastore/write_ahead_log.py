@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from reader_rag.datastore.segment import Document
-from reader_rag.datastore.token_codec import Identity, checksum
-from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError
+from reader_rag.datastore.token_codec import Identity, check_version, checksum
+from reader_rag.errors import DatastoreCorruptError
 
 MAGIC = b"RRAGLOG\n"
 FORMAT_VERSION = 1
@@ -138,11 +138,7 @@ def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
             raise DatastoreCorruptError(
                 f"{path} is no write-ahead log of a datastore: restore it, or remove its folder"
             )
-        version = _HEAD.unpack(data[: _HEAD.size])[1]
-        if version != FORMAT_VERSION:
-            raise DatastoreMismatchError(
-                f"{path} has format {version} and this version reads {FORMAT_VERSION}: use the version that wrote it"
-            )
+        check_version(path, _HEAD.unpack(data[: _HEAD.size])[1], FORMAT_VERSION)
         at = _HEAD.size
         stop, whole = _frame_at(data, at)
         if not whole:

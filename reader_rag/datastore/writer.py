@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,21 +159,15 @@ class NamespaceWriter(Namespace):
         """Write the memtable to a segment and begin a new log; all changes must be committed."""
         assert not self._uncommitted
         documents = list(self.memtable.documents.values())
-        name = self._new_file_name("log")
-        created: list[str] = []
-        with self.lock, datastore_errors(self.folder):
-            try:
-                segments = list(self.segments)
-                if documents:
-                    segments.append(self._write_segment(self._build(documents), created))
-                created.append(name)
-                uses = b"".join(self._uses())
-                self._files.create(self.folder / name, [wal.empty_log(self.identity), wal.frame(uses) if uses else b""])
-                old = self.log_path
-                self._replace_manifest(segments, log=name)
-            except OSError:
-                self._discard(created)
-                raise
+        with self.lock, self._creating() as created:
+            name = self._new_file_name("log", created)
+            segments = list(self.segments)
+            if documents:
+                segments.append(self._write_segment(self._build(documents), created))
+            uses = b"".join(self._uses())
+            self._files.create(self.folder / name, [wal.empty_log(self.identity), wal.frame(uses) if uses else b""])
+            old = self.log_path
+            self._replace_manifest(segments, log=name)
             self.segments, self.memtable = segments, Memtable(self.identity)
             self._log_start = self._log_end = self.log_path.stat().st_size
             self._logged, self._removed_from_log_since = 0, None
@@ -188,35 +182,28 @@ class NamespaceWriter(Namespace):
         """
         if not documents:
             return
-        created: list[str] = []
-        with datastore_errors(self.folder):
-            try:
-                new = self._write_segment(self._build(documents), created)
-                with self.lock:
-                    self.commit()
-                    # Documents in a log take precedence over those in segments.
-                    if self._log_end > len(wal.empty_log(self.identity)):
-                        self.flush()
-                    replaced = [found for document in documents if (found := self.locate(document.name))]
+        with self._creating() as created:
+            new = self._write_segment(self._build(documents), created)
+            with self.lock:
+                self.commit()
+                # Documents in a log take precedence over those in segments.
+                if self._log_end > len(wal.empty_log(self.identity)):
+                    self.flush()
+                replaced = [found for document in documents if (found := self.locate(document.name))]
+                for state, k in replaced:
+                    state.tombstones.add(k)
+                    state.committed_tombstones.add(k)
+                try:
+                    self._replace_manifest([*self.segments, new])
+                except OSError:
                     for state, k in replaced:
-                        state.tombstones.add(k)
-                        state.committed_tombstones.add(k)
-                    try:
-                        self._replace_manifest([*self.segments, new])
-                    except OSError:
-                        for state, k in replaced:
-                            state.tombstones.discard(k)
-                            state.committed_tombstones.discard(k)
-                        raise
-                    self.segments = [*self.segments, new]
-                    for state, _ in replaced:
-                        state.tombstones_since = (
-                            self._clock() if state.tombstones_since is None else state.tombstones_since
-                        )
-                    self.version += 1
-            except OSError:
-                self._discard(created)
-                raise
+                        state.tombstones.discard(k)
+                        state.committed_tombstones.discard(k)
+                    raise
+                self.segments = [*self.segments, new]
+                for state, _ in replaced:
+                    state.tombstones_since = self._clock() if state.tombstones_since is None else state.tombstones_since
+                self.version += 1
 
     def remove_folder(self) -> None:
         """Remove the namespace from memory and from disk."""
@@ -274,9 +261,8 @@ class NamespaceWriter(Namespace):
         with self.lock:
             kept = [state.without(state.committed_tombstones) for state in inputs]
             used_at = [np.array(state.used_at) for state in inputs]
-        created: list[str] = []
-        with datastore_errors(self.folder):
-            try:
+        try:
+            with self._creating() as created:
                 for state in inputs:
                     path = self.folder / state.segment.file
                     if damaged := verify_segment(path, state.segment):
@@ -302,11 +288,10 @@ class NamespaceWriter(Namespace):
                     self.segments = remaining
                     self.version += 1
                     self._discard([state.segment.file for state in inputs])
-            except (OSError, DatastoreCorruptError):
-                self._discard(created)
-                if self.removed:
-                    return False
-                raise
+        except (DatastoreWriteError, DatastoreCorruptError):
+            if self.removed:  # with its files
+                return False
+            raise
         return True
 
     def _set_aside(self, damaged: SegmentState, why: str) -> None:
@@ -370,8 +355,7 @@ class NamespaceWriter(Namespace):
 
     def _write_segment(self, segment: Segment, created: list[str]) -> SegmentState:
         """Write a segment to a new file, whose name is added to `created`, and map it."""
-        name = self._new_file_name("seg")
-        created.append(name)
+        name = self._new_file_name("seg", created)
         crc = write_segment(self._files, self.folder / name, segment, self.identity)
         return SegmentState(open_segment(self.folder / name, self.identity, crc), crc)
 
@@ -419,10 +403,23 @@ class NamespaceWriter(Namespace):
             for k in np.flatnonzero(state.kept & (state.used_at != state.segment.used_at))
         ]
 
-    def _new_file_name(self, suffix: str) -> str:
+    @contextlib.contextmanager
+    def _creating(self) -> Iterator[list[str]]:
+        """Yield a list for the names of new files; if the block fails, they are removed."""
+        created: list[str] = []
+        with datastore_errors(self.folder):
+            try:
+                yield created
+            except (OSError, DatastoreError):
+                self._discard(created)
+                raise
+
+    def _new_file_name(self, suffix: str, created: list[str]) -> str:
+        """A file name that was not used before; it is added to `created`."""
         with self.lock:
             self._last_number += 1
-            return f"{self._last_number}.{suffix}"
+            created.append(f"{self._last_number}.{suffix}")
+            return created[-1]
 
     def _discard(self, names: Iterable[str]) -> None:
         """Remove files that are not needed; where that fails, the next writer removes them."""

@@ -1,4 +1,4 @@
-"""A crash, a full disk or power loss at any write leaves the last commit; nothing is ever half there."""
+"""A crash, a full disk or a power cut at any write leaves the last commit, and no part of another."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ State = dict[str, dict[str, list[int]]]
 
 
 def everything(store: Datastore) -> State:
-    """By namespace its documents; empty namespaces do not count."""
+    """The documents of each namespace that has any."""
     return {name: held for name in store.namespaces() if (held := contents(store, name))}
 
 
 class Script:
-    """A mix of all that writes, step by step; knows what was committed last and what is being committed."""
+    """All operations that write, in order; records the last commit, and the one in progress."""
 
     def __init__(self, retry: bool = False) -> None:
         self.now: State = {}
         self.committed: State = {}
-        self.coming: State = {}
+        self.in_progress: State = {}
         self._retry = retry
 
     def _do(self, action: Callable[[], Any]) -> None:
@@ -45,9 +45,9 @@ class Script:
             action()  # there is room again
 
     def _commits(self, action: Callable[[], Any]) -> None:
-        self.coming = {name: dict(held) for name, held in self.now.items() if held}
+        self.in_progress = {name: dict(held) for name, held in self.now.items() if held}
         self._do(action)
-        self.committed = self.coming
+        self.committed = self.in_progress
 
     def add(self, store: Datastore, name: str, tokens: list[int], namespace: str = "") -> None:
         if namespace not in self.now:
@@ -65,10 +65,10 @@ class Script:
         self.add(store, "d0", texts[3])
         self.add(store, "x", texts[4], "tenant")
         # Of several namespaces each is committed by itself: here only one has changes.
-        self.coming = {**self.committed, "tenant": {"x": texts[4]}}
+        self.in_progress = {**self.committed, "tenant": {"x": texts[4]}}
         with contextlib.suppress(KeyError):
             self._do(store._catalog._opened["tenant"].commit)  # type: ignore[attr-defined]
-        self.committed = self.coming
+        self.committed = self.in_progress
         self._commits(store.commit)
         for n in range(4, 8):  # enough for a segment
             self.add(store, f"d{n}", texts[n])
@@ -94,12 +94,12 @@ def steps_of_the_script(folder: Path) -> int:
 
 
 def release(store: Datastore | None) -> None:
-    """What the end of a process does to its lock."""
+    """Release the writer's lock, as the end of a process does."""
     if store is not None and store._lock is not None:
         store._lock.release(force=True)
 
 
-def test_the_script_does_all_that_writes(tmp_path: Path) -> None:
+def test_the_script_reaches_all_kinds_of_writes(tmp_path: Path) -> None:
     files, script = FailingFiles(), Script()
     with open_store(tmp_path / "s", files=files) as store:
         script.run(store)
@@ -108,7 +108,7 @@ def test_the_script_does_all_that_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("power_cut", [False, True], ids=["killed", "power cut"])
-def test_after_a_crash_at_any_write_the_last_commit_is_there(tmp_path: Path, power_cut: bool) -> None:
+def test_a_crash_at_any_write_leaves_the_last_commit(tmp_path: Path, power_cut: bool) -> None:
     steps = steps_of_the_script(tmp_path / "whole")
     assert steps > 80
     for at in range(steps):
@@ -120,15 +120,15 @@ def test_after_a_crash_at_any_write_the_last_commit_is_there(tmp_path: Path, pow
         files.lose_power()
         release(store)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReaderWarning)  # a commit that was cut off is told
+            warnings.simplefilter("ignore", ReaderWarning)  # an interrupted commit is reported
             with open_store(folder) as again:
                 held = everything(again)
-                assert held in (script.committed, script.coming), f"step {at}: {files.log[at]}"
+                assert held in (script.committed, script.in_progress), f"step {at}: {files.log[at]}"
                 assert again.verify() == []
                 documents = {f"{space} {name}": text for space in held for name, text in held[space].items()}
                 cursor = search(again.searcher(["", "tenant"]), [2, 4, 6])
                 assert len(found(cursor)) == len(brute_force(documents, [2, 4, 6]))
-                # What a crash left is gone, and work goes on.
+                # What the crash left is deleted, and the datastore can be written.
                 named = (
                     {entry.file for entry in again._catalog._opened[""].manifest.segments}
                     if "" in again._catalog._opened
@@ -143,7 +143,7 @@ def test_after_a_crash_at_any_write_the_last_commit_is_there(tmp_path: Path, pow
             assert left == {e.file for name in again.namespaces() for e in again._catalog.get(name).manifest.segments}  # type: ignore[union-attr]
 
 
-def test_when_a_full_disk_has_room_again_nothing_is_lost(tmp_path: Path) -> None:
+def test_nothing_is_lost_when_a_full_disk_has_room_again(tmp_path: Path) -> None:
     steps = steps_of_the_script(tmp_path / "whole")
     for at in range(3, steps):  # before that there is no store yet
         script = Script(retry=True)
@@ -174,10 +174,10 @@ def test_a_disk_that_stays_full_leaves_the_last_commit(tmp_path: Path) -> None:
                 with contextlib.suppress(DatastoreWriteError):
                     store.close(commit=False)
             with open_store(tmp_path / f"{at}") as again:
-                assert everything(again) in (script.committed, script.coming)
+                assert everything(again) in (script.committed, script.in_progress)
 
 
-def test_a_full_disk_says_so_and_the_next_commit_works(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_next_commit_works(tmp_path: Path) -> None:
     files = FailingFiles()
     with open_store(tmp_path / "s", files=files) as store:
         store.add("a", [1, 2, 3])
@@ -195,7 +195,7 @@ def test_a_full_disk_says_so_and_the_next_commit_works(tmp_path: Path) -> None:
         assert contents(store) == {"a": [1, 2, 3], "b": [4, 5, 6]}
 
 
-def test_a_read_only_folder_says_so(tmp_path: Path) -> None:
+def test_a_read_only_file_system_is_reported(tmp_path: Path) -> None:
     open_store(tmp_path / "s").close()
 
     def forbidden() -> OSError:
@@ -206,7 +206,7 @@ def test_a_read_only_folder_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt" or (hasattr(os, "geteuid") and os.geteuid() == 0), reason="root may write anywhere")
-def test_a_folder_without_permission_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_permission_is_reported(tmp_path: Path) -> None:
     open_store(tmp_path / "s").close()
     (tmp_path / "s").chmod(0o500)
     try:
@@ -268,14 +268,13 @@ store = open_store(Path(sys.argv[1]), read_only=True)
 print("ready", flush=True)
 seen, most = 0, 0
 while True:
-    view = store.searcher([""])
+    searcher = store.searcher([""])
     held = contents(store)
     numbers = {name[1:] for name in held if name != "end"}
     assert all(held.get("a" + n) == held.get("b" + n) for n in numbers), held
     assert len(held) >= most
     most = len(held)
-    places = view.count([1, 2])
-    assert places >= len(numbers)
+    assert searcher.count([1, 2]) >= len(numbers)
     seen += 1
     if "end" in held:
         break

@@ -1,4 +1,4 @@
-"""What is damaged is told and set aside; the rest is served."""
+"""Damaged files are reported and set aside; the rest is served."""
 
 from __future__ import annotations
 
@@ -66,18 +66,28 @@ def test_a_segment_that_is_damaged_at_opening_is_set_aside(folder: Path, how: st
         assert any(path.name in what for what in store.stats()[""].damaged)
         store.add("a", [1, 2, 3] * 10)
     assert (folder / folder_name("") / "damaged" / path.name).exists() == (how != "gone")
-    with open_store(folder) as store:  # told once
+    with open_store(folder) as store:  # reported once
         assert contents(store) == {**rest, "a": [1, 2, 3] * 10}
         assert store.stats()[""].damaged == (f"{path.name} was set aside",)
         assert store.verify() == []
 
 
-def test_verify_tells_which_block_and_which_documents(folder: Path) -> None:
+def test_verify_names_the_block_and_the_documents(folder: Path) -> None:
     path = segments(folder)[0]
     flip(path, body_start(path) + 2 * 5)
     with open_store(folder, read_only=True) as reader:
         [damage] = reader.verify()
         assert (damage.file, damage.what, damage.documents) == (path.name, "bytes 0 to 126 of its tokens", ("a", "b"))
+
+
+def test_verify_finds_damage_of_the_suffix_array(folder: Path) -> None:
+    path = segments(folder)[0]
+    with open_store(folder, read_only=True) as reader:
+        [(first, _), *_] = reader.searcher([""]).snapshot().searchable
+    flip(path, path.read_bytes().index(first.positions.tobytes()))
+    with open_store(folder, read_only=True) as reader:
+        [damage] = reader.verify()
+        assert (damage.file, damage.what, damage.documents) == (path.name, "bytes 0 to 232 of its suffix array", ())
 
 
 def test_damage_is_located_by_block(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -91,7 +101,7 @@ def test_damage_is_located_by_block(folder: Path, monkeypatch: pytest.MonkeyPatc
         assert damage.documents == ("y",)
 
 
-def test_a_segment_that_is_damaged_inside_is_set_aside_when_it_is_merged(folder: Path) -> None:
+def test_a_segment_with_damaged_tokens_is_set_aside_when_it_is_merged(folder: Path) -> None:
     path = segments(folder)[0]
     flip(path, body_start(path) + 2 * 5)
     with open_store(folder) as store:
@@ -103,7 +113,7 @@ def test_a_segment_that_is_damaged_inside_is_set_aside_when_it_is_merged(folder:
         assert contents(store) == {"c": [7, 8, 9] * 10, "d": [1, 2, 9]}
 
 
-def test_a_commit_that_was_cut_off_is_dropped_and_told(folder: Path) -> None:
+def test_an_interrupted_commit_is_dropped_and_reported(folder: Path) -> None:
     with open_store(folder) as store:
         store.add("e", [3, 3, 3])
     [log] = (folder / folder_name("")).glob("*.log")
@@ -118,7 +128,7 @@ def test_a_commit_that_was_cut_off_is_dropped_and_told(folder: Path) -> None:
         assert sorted(contents(store)) == ["a", "b", "c", "d", "f"]
 
 
-def test_a_damaged_commit_is_told_and_those_after_it_are_kept(folder: Path) -> None:
+def test_a_damaged_commit_is_reported_and_later_ones_are_kept(folder: Path) -> None:
     with open_store(folder) as store:
         store.add("e", [3, 3, 3])
     [log] = (folder / folder_name("")).glob("*.log")
@@ -131,7 +141,7 @@ def test_a_damaged_commit_is_told_and_those_after_it_are_kept(folder: Path) -> N
 
 
 @pytest.mark.parametrize("how", ["gone", "empty"])
-def test_without_its_log_the_segments_are_served(folder: Path, how: str) -> None:
+def test_without_the_log_the_segments_are_served(folder: Path, how: str) -> None:
     [log] = (folder / folder_name("")).glob("*.log")
     if how == "gone":
         log.unlink()
@@ -165,14 +175,14 @@ def test_a_namespace_with_a_damaged_manifest_is_left_out_and_others_are_served(f
         assert contents(store) == {"y": [1, 5]}
 
 
-def test_a_damaged_root_is_told(folder: Path) -> None:
+def test_a_damaged_datastore_manifest_is_reported(folder: Path) -> None:
     flip(folder / "datastore.json", 60)
     with pytest.raises(DatastoreCorruptError, match="datastore.json is damaged: restore it"):
         open_store(folder)
 
 
 @pytest.mark.parametrize("file", ["datastore.json", NAMESPACE_MANIFEST, "segment", "log"])
-def test_a_file_of_another_version_is_refused_and_left_as_it_is(folder: Path, file: str) -> None:
+def test_a_file_of_another_version_is_refused_and_not_changed(folder: Path, file: str) -> None:
     if file == "datastore.json":
         path = folder / file
     elif file == NAMESPACE_MANIFEST:
@@ -198,7 +208,7 @@ def test_a_segment_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path)
         contents(reader)
 
 
-def test_a_segment_names_what_it_is_of(folder: Path) -> None:
+def test_a_segment_file_names_its_tokenizer_and_vocabulary(folder: Path) -> None:
     data = segments(folder)[0].read_bytes()
     assert data[:8] == b"RRAGSEG\n"
     start = data.index(b"{")

@@ -1,4 +1,4 @@
-"""After any mix of adding, removing, committing, merging and opening again, exactly the right places are found."""
+"""Whatever was added, removed, committed, merged and opened again, searches find exactly the matches there are."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
 TEXTS = st.lists(st.integers(0, 3), max_size=25)
 
 
-class AnyMix(RuleBasedStateMachine):
-    """A writer, a reader of the same folder, and a dictionary of what there should be."""
+class AnyOperations(RuleBasedStateMachine):
+    """A writer, a reader of the same folder, and a dictionary of the documents that they must have."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.store = open_store(self.folder / "s", 4)
-        self.view = self.store.searcher([""])
+        self.searcher = self.store.searcher([""])
         self.reader: Datastore | None = None
         self.now: dict[str, list[int]] = {}
         self.committed: dict[str, list[int]] = {}
@@ -84,20 +84,20 @@ class AnyMix(RuleBasedStateMachine):
             self.committed = dict(self.now)
         self.now = dict(self.committed)
         self.store = open_store(self.folder / "s", 4)
-        self.view = self.store.searcher([""])
+        self.searcher = self.store.searcher([""])
 
     @rule(context=st.lists(st.integers(0, 3), min_size=1, max_size=8), most=st.integers(1, 9))
     def look(self, context: list[int], most: int) -> None:
         expected = brute_force(self.now, context)
         lengths = sorted((length for _, _, length in expected), reverse=True)
-        cursor = search(self.view, context)
+        cursor = search(self.searcher, context)
         assert found(cursor) == expected
         longest = max(lengths, default=0)
         assert (cursor.longest_match, cursor.longest_match_count) == (longest, lengths.count(longest))
-        sample = search(self.view, context, max_matches=most)
+        sample = search(self.searcher, context, max_matches=most)
         assert sample.matches[1].tolist() == lengths[:most]
         assert set(found(sample)) <= set(expected)
-        assert self.view.count(context) == sum(length >= len(context) for length in lengths)
+        assert self.searcher.count(context) == sum(length >= len(context) for length in lengths)
 
     @rule(context=st.lists(st.integers(0, 3), min_size=1, max_size=8))
     def look_from_elsewhere(self, context: list[int]) -> None:
@@ -112,8 +112,8 @@ class AnyMix(RuleBasedStateMachine):
             assert (stats.documents, stats.tokens) == (len(self.now), sum(map(len, self.now.values())))
 
 
-AnyMix.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
-test_any_mix = AnyMix.TestCase
+AnyOperations.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+test_any_operations = AnyOperations.TestCase
 
 
 @pytest.fixture
