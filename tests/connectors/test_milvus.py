@@ -1,4 +1,4 @@
-"""Milvus as a document store: embedded, and a server of Milvus Lite in a process of its own."""
+"""Milvus as a document store: embedded, and on a server of Milvus Lite in another process."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class TestServer(DocumentStoreContract):
         self.server.stop()
 
 
-def test_a_server_that_does_not_answer_is_named() -> None:
+def test_a_server_that_does_not_answer_raises_with_its_url() -> None:
     with pytest.raises(
         StoreConnectionError, match=r"Milvus does not answer at milvus://127\.0\.0\.1:1/birds \(.*\): start it"
     ):
@@ -119,13 +119,13 @@ def test_a_file_takes_one_process_at_a_time(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_what_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_store_raises_and_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError, match="reader-rag ingest PATH --vector-store milvus:///"):
         open_store(f"milvus://{tmp_path}/none.db/passages")
     assert not (tmp_path / "none.db").exists()
 
 
-def test_a_collection_of_another_program_is_left_alone(tmp_path: Path) -> None:
+def test_a_collection_of_another_program_is_refused(tmp_path: Path) -> None:
     client = MilvusClient(str(tmp_path / "lite.db"))
     client.create_collection("theirs", dimension=2)
     with pytest.raises(StoreMismatchError, match="made by another program: name another"):
@@ -140,7 +140,7 @@ def test_a_collection_of_another_program_is_left_alone(tmp_path: Path) -> None:
         (where("name", None), "cannot compare a NoneType"),
     ],
 )
-def test_filters_that_milvus_has_not_are_refused(store: MilvusStore, condition: Any, message: str) -> None:
+def test_filters_without_an_equivalent_in_milvus_raise(store: MilvusStore, condition: Any, message: str) -> None:
     store.add([make_node("east", EAST)])
     with pytest.raises(ConfigError, match=message):
         found(store, EAST, filters=MetadataFilters(filters=[condition]))
@@ -154,12 +154,12 @@ def test_filters_that_milvus_has_not_are_refused(store: MilvusStore, condition: 
         ("milvus://localhost/1st", "'1st' is not allowed"),
     ],
 )
-def test_names_that_milvus_does_not_take_are_refused_at_once(url: str, message: str) -> None:
+def test_names_that_milvus_does_not_allow_raise(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MilvusStore(url)
 
 
-def test_the_clients_log_is_as_quiet_as_was_asked_before_it_was_imported() -> None:
+def test_importing_the_client_keeps_the_level_of_its_logger() -> None:
     code = (
         "import logging; logging.getLogger('pymilvus').setLevel(logging.CRITICAL); import reader_rag.connectors.milvus;"
         "print(logging.getLogger('pymilvus').getEffectiveLevel() == logging.CRITICAL)"
@@ -168,7 +168,7 @@ def test_the_clients_log_is_as_quiet_as_was_asked_before_it_was_imported() -> No
     assert done.stdout == "True\n"
 
 
-def test_a_missing_package_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_raises_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pymilvus", None)
     monkeypatch.delitem(sys.modules, "reader_rag.connectors.milvus")
     with pytest.raises(MissingDependencyError, match=r"pip install 'reader-rag\[milvus\]'"):

@@ -48,7 +48,7 @@ if SERVER is not None:  # not skipped one by one: that would be fifty lines of a
 
 
 @pytest.mark.skipif(SERVER is None, reason="READER_RAG_TEST_QDRANT names no server (HOST:PORT)")
-def test_the_server_is_tested() -> None:
+def test_the_contract_runs_against_the_server() -> None:
     assert issubclass(TestServer, DocumentStoreContract)
 
 
@@ -58,7 +58,7 @@ def store(tmp_path: Path) -> Iterator[QdrantStore]:
         yield store
 
 
-def test_a_server_that_does_not_answer_is_named() -> None:
+def test_a_server_that_does_not_answer_raises_with_its_url() -> None:
     with pytest.raises(
         StoreConnectionError, match=r"Qdrant does not answer at qdrant://127\.0\.0\.1:1/birds \(.*\): start it"
     ):
@@ -70,7 +70,7 @@ def test_a_folder_takes_one_process_at_a_time(store: QdrantStore, tmp_path: Path
         QdrantStore(f"qdrant://{tmp_path}/passages")
 
 
-def test_what_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_store_raises_and_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError, match="reader-rag ingest PATH --vector-store qdrant:///"):
         open_store(f"qdrant://{tmp_path}/none/passages")
     assert not (tmp_path / "none").exists()
@@ -80,7 +80,7 @@ def test_what_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vectors", [{}, {"passage": models.VectorParams(size=2, distance=models.Distance.DOT)}])
-def test_a_collection_of_another_program_is_left_alone(tmp_path: Path, vectors: dict[str, Any]) -> None:
+def test_a_collection_of_another_program_is_refused(tmp_path: Path, vectors: dict[str, Any]) -> None:
     client = QdrantClient(path=str(tmp_path))
     client.create_collection("theirs", vectors_config=vectors)
     client.upsert("theirs", [models.PointStruct(id=1, vector={name: [1.0, 0.0] for name in vectors}, payload={})])
@@ -97,13 +97,13 @@ def test_a_collection_of_another_program_is_left_alone(tmp_path: Path, vectors: 
         (where("name", None), "cannot compare a NoneType"),
     ],
 )
-def test_filters_that_qdrant_has_not_are_refused(store: QdrantStore, condition: Any, message: str) -> None:
+def test_filters_without_an_equivalent_in_qdrant_raise(store: QdrantStore, condition: Any, message: str) -> None:
     store.add([make_node("east", EAST)])
     with pytest.raises(ConfigError, match=message):
         found(store, EAST, filters=MetadataFilters(filters=[condition]))
 
 
-def test_what_was_broken_off_is_done_again(store: QdrantStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_ingestion_is_repeated(store: QdrantStore, monkeypatch: pytest.MonkeyPatch) -> None:
     record = DocumentRecord("a", "root", "1")
     store.replace_documents([make_node("old", EAST, "a")], [record])
 
@@ -119,7 +119,7 @@ def test_what_was_broken_off_is_done_again(store: QdrantStore, monkeypatch: pyte
     assert texts(store.get_nodes()) == ["new"]
 
 
-def test_of_two_that_ingest_the_same_document_at_once_one_is_told(
+def test_of_two_concurrent_ingestions_of_a_document_one_raises(
     store: QdrantStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remove = QdrantDatabase.remove
@@ -137,7 +137,7 @@ def test_of_two_that_ingest_the_same_document_at_once_one_is_told(
     assert (store.get_nodes(), store.documents()) == ([], [])  # nothing is taken for done: the next ingestion does all
 
 
-def test_a_missing_package_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_raises_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     monkeypatch.delitem(sys.modules, "reader_rag.connectors.qdrant")
     with pytest.raises(MissingDependencyError, match=r"pip install 'reader-rag\[qdrant\]'"):

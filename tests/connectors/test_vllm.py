@@ -1,4 +1,4 @@
-"""ReaderProposer, by a config made by hand and a runner that does with rows what vLLM's does; see test_vllm_engine."""
+"""`ReaderProposer` with a stub of vLLM's config and a runner that uses rows as vLLM does; see test_vllm_serving."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ class Runner:
 
 
 class TestDrafts:
-    def test_a_request_is_drafted_from_its_own_text(self, free: str) -> None:
+    def test_a_request_is_drafted_from_its_own_tokens(self, free: str) -> None:
         runner = Runner(ReaderProposer(config(costs=free)))
         runner.add("a", [1, 2, 3, 4, 5, 6, 7, 1])
         runner.add("b", [9, 8, 7, 6, 5, 4, 9])
         assert runner.step({"a": [2], "b": [8]}) == {"a": [3, 4, 5, 6, 7], "b": [7, 6, 5, 4, 9]}
 
-    def test_a_request_whose_prompt_is_still_read_drafts_nothing(self, free: str) -> None:
+    def test_a_request_in_prefill_drafts_nothing(self, free: str) -> None:
         runner = Runner(ReaderProposer(config(costs=free)))
         runner.add("a", [1, 2, 3, 1, 2])
         runner.add("b", [1, 2, 3, 1])
@@ -133,7 +133,7 @@ class TestDrafts:
     def test_no_rows_no_drafts(self) -> None:
         assert ReaderProposer(config()).propose([], np.zeros(4, np.int32), np.zeros((4, 9), np.int32)) == []
 
-    def test_near_the_end_of_the_model_only_what_fits_is_drafted(self, free: str) -> None:
+    def test_drafts_end_at_max_model_len(self, free: str) -> None:
         runner = Runner(ReaderProposer(config(costs=free)))
         runner.add("a", [number % 10 for number in range(LENGTH - 5)])
         fitting = []
@@ -274,7 +274,7 @@ TestRowsMoveAbout.settings = settings(
 
 
 class TestSettings:
-    def test_without_any_they_have_their_defaults(self) -> None:
+    def test_without_settings_the_defaults_hold(self) -> None:
         assert ProposerSettings.from_vllm({}) == ProposerSettings.from_vllm(None) == ProposerSettings()
         assert not ProposerSettings().keep_answers
 
@@ -295,7 +295,7 @@ class TestSettings:
             ({"profile": "/nowhere/profile.npz"}, "/nowhere/profile.npz is not a readable profile"),
         ],
     )
-    def test_a_wrong_one_is_told_in_one_line_when_the_engine_starts(self, given: Any, told: str) -> None:
+    def test_an_invalid_setting_raises_one_line_when_the_engine_starts(self, given: Any, told: str) -> None:
         made = config()
         made.additional_config = {"reader_rag": given}
         with pytest.raises(ConfigError, match=told) as caught:
@@ -353,34 +353,34 @@ class TestDatastore:
         runner.add("own", [2, 210, 211, 212])
         return runner.step({"shared": [203], "own": [213]})
 
-    def test_shared_texts_are_drafted_from_and_others_only_if_they_are_named(self, folder: str, free: str) -> None:
+    def test_shared_namespaces_are_searched_and_others_if_they_are_named(self, folder: str, free: str) -> None:
         assert self.drafts(free) == {"shared": [], "own": []}
         assert self.drafts(free, datastore=folder) == {"shared": [204, 205], "own": []}
         named = self.drafts(free, datastore=folder, namespaces=["texts/tenant"])
         assert named == {"shared": [204, 205], "own": [214, 215]}
 
-    def test_one_that_is_not_there_is_told(self, tmp_path: Path) -> None:
+    def test_a_missing_datastore_raises(self, tmp_path: Path) -> None:
         with pytest.raises(DatastoreNotFoundError, match="no datastore at"):
             ReaderProposer(config(datastore=str(tmp_path / "nowhere")))
 
-    def test_one_of_another_tokenizer_is_told(self, folder: str) -> None:
+    def test_a_datastore_of_another_tokenizer_raises(self, folder: str) -> None:
         made = config(datastore=folder)
         made.model_config.vocabulary = VOCABULARY | {"another": 299}
         with pytest.raises(DatastoreMismatchError, match="open it with the model that made it"):
             ReaderProposer(made)
 
-    def test_a_namespace_that_is_not_there_is_told_with_those_that_are(self, folder: str) -> None:
+    def test_a_missing_namespace_raises_with_the_existing_ones(self, folder: str) -> None:
         with pytest.raises(DatastoreError, match="no namespace 'text/'; it has 'texts/', 'texts/tenant'"):
             ReaderProposer(config(datastore=folder, namespaces=["text/"]))
 
-    def test_vllm_without_a_tokenizer_is_told(self, folder: str) -> None:
+    def test_vllm_without_a_tokenizer_raises(self, folder: str) -> None:
         made = config(datastore=folder)
         made.model_config.skip_tokenizer_init = True
         with pytest.raises(ConfigError, match="without skip_tokenizer_init"):
             ReaderProposer(made)
 
 
-def test_answers_are_kept_for_other_requests_only_if_that_is_asked_for(free: str) -> None:
+def test_answers_are_used_for_other_requests_only_with_keep_answers(free: str) -> None:
     for ours, expected in (({}, []), ({"keep_answers": True}, [102, 103, 104])):
         runner = Runner(ReaderProposer(config(costs=free, longest=3, **ours)))
         runner.add("a", [1, 2])

@@ -1,4 +1,4 @@
-"""`reader-rag vllm-args`: the line that it prints, and what it refuses. No vLLM is needed."""
+"""`reader-rag vllm-args`: the command that it prints, and its errors. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def drafts(tmp_path: Path, tiny_tokenizer: Any) -> Path:
     return folder
 
 
-def test_the_line_starts_a_server_with_our_drafter() -> None:
+def test_the_command_starts_a_server_with_the_proposer() -> None:
     line = words(run("-k", "12"))
     assert line[:4] == ["vllm", "serve", MODEL, "--speculative-config"]
     assert json.loads(line[4]) == {
@@ -62,7 +62,7 @@ def test_the_line_starts_a_server_with_our_drafter() -> None:
     assert len(line) == 5
 
 
-def test_what_the_drafter_is_told_is_quoted_for_the_shell(drafts: Path, tmp_path: Path) -> None:
+def test_the_settings_are_quoted_for_the_shell(drafts: Path, tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     StepTable((1,), (0, 8), ((0.01, 0.02),)).write(costs)
     line = words(run("--datastore", drafts, "--namespace", "texts/a", "--costs", costs, "--keep-answers"))
@@ -82,7 +82,7 @@ def test_paths_are_absolute(drafts: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert json.loads(words(run("--datastore", drafts.name))[6]) == {"reader_rag": {"datastore": str(drafts)}}
 
 
-def test_the_drafter_knows_every_setting_that_is_printed() -> None:
+def test_the_proposer_accepts_every_printed_setting() -> None:
     from reader_rag.connectors.vllm import ProposerSettings
     from reader_rag.connectors.vllm_args import additional_config
 

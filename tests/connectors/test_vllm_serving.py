@@ -129,7 +129,7 @@ def test_sixteen_requests_at_a_time_get_the_tokens_of_plain_decoding(
     assert ours.accepted > 30
 
 
-def test_answers_are_right_with_requests_aborted_and_others_put_back(options: Options, tasks: list[VllmTask]) -> None:
+def test_answers_are_right_with_aborted_and_preempted_requests(options: Options, tasks: list[VllmTask]) -> None:
     plan = StressPlan(requests=64, aborted=0.2, max_tokens=32, queued=24)
     report = stress(options, 1024, tasks, plan)
     assert report["wrong"] == []
@@ -171,7 +171,7 @@ def chi_square(first: Counter[int], second: Counter[int]) -> tuple[float, int]:
     return sum((a - b) ** 2 / (a + b) for a, b in pairs), max(len(pairs) - 1, 1)
 
 
-def test_measured_costs_are_read_by_the_drafter(options: Options, tasks: list[VllmTask], tmp_path: Path) -> None:
+def test_the_proposer_reads_measured_costs(options: Options, tasks: list[VllmTask], tmp_path: Path) -> None:
     table = measure_costs(options, [1, 2], [0, 4], context=64, rounds=2)
     assert (table.rows, table.drafted, len(table.seconds)) == ((1, 2), (0, 4), 2)
     path = tmp_path / "costs.json"
@@ -216,7 +216,7 @@ def refusals(engine: Any, model: str, cases: Sequence[tuple[int, Any]]) -> list[
     return said
 
 
-def test_bad_settings_are_refused_at_the_start(plain: Worker, model: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_at_the_start(plain: Worker, model: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     with Datastore.open(other, vocabulary=49_152, tokenizer="sha256:another") as store:
         store.add("a", [1, 2, 3])
@@ -241,7 +241,7 @@ def test_bad_settings_are_refused_at_the_start(plain: Worker, model: str, tmp_pa
         assert "\n" not in text
 
 
-def test_an_engine_that_cannot_start_says_why_in_one_line(options: Options, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_raises_one_line(options: Options, tmp_path: Path) -> None:
     wrong = Options(options.model, "float32", 1, LENGTH, 8, datastore=str(tmp_path / "none"), eager=True)
     with (
         Worker(wrong, "reader") as worker,

@@ -15,7 +15,7 @@ from reader_rag.rag import FaissStore, SizedEmbedding, make_chat_engine
 MakeLLM = Callable[..., Any]
 
 
-def test_a_chat_remembers_and_sees_new_passages_for_each_message(
+def test_a_chat_keeps_its_history_and_retrieves_for_each_message(
     animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
 ) -> None:
     llm = make_llm()
@@ -48,7 +48,7 @@ def test_braces_in_earlier_messages_stay_text(
         assert text in llm.prompts[-1]
 
 
-def test_a_long_chat_forgets_its_beginning_but_fits(
+def test_a_long_chat_drops_its_oldest_messages_from_the_prompt(
     animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
 ) -> None:
     llm = make_llm()
@@ -61,9 +61,7 @@ def test_a_long_chat_forgets_its_beginning_but_fits(
     assert len(chat.chat_history) == 40
 
 
-def test_a_chat_can_begin_with_earlier_messages(
-    animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
+def test_a_chat_can_start_with_a_history(animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
     llm = make_llm()
     earlier = [ChatMessage(content="I am Ada", role=MessageRole.USER)]
     chat = make_chat_engine(animals, llm, embedding, chat_history=earlier)
@@ -73,7 +71,7 @@ def test_a_chat_can_begin_with_earlier_messages(
         make_chat_engine(animals, llm, embedding, chat_history=earlier, memory=chat._memory)
 
 
-def test_a_streamed_chat_is_remembered_when_it_has_been_read(
+def test_a_streamed_answer_enters_the_history_when_it_has_been_read(
     animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
 ) -> None:
     chat = make_chat_engine(animals, make_llm(), embedding)
@@ -84,7 +82,7 @@ def test_a_streamed_chat_is_remembered_when_it_has_been_read(
     assert [m.content for m in chat.chat_history] == ["dogs", "forty two it is"]
 
 
-def test_closing_a_streamed_chat_ends_the_generation_and_keeps_what_was_said(
+def test_closing_a_streamed_answer_ends_the_generation_and_keeps_its_text(
     animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
 ) -> None:
     llm = make_llm()
@@ -96,7 +94,7 @@ def test_closing_a_streamed_chat_ends_the_generation_and_keeps_what_was_said(
     assert [m.content for m in chat.chat_history] == ["dogs", "forty two"]
 
 
-def test_a_streamed_chat_that_fails_raises_and_leaves_the_history_alone(
+def test_a_failing_stream_raises_and_leaves_the_history_unchanged(
     animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
 ) -> None:
     chat = make_chat_engine(animals, make_llm(fail=True), embedding)
@@ -105,7 +103,7 @@ def test_a_streamed_chat_that_fails_raises_and_leaves_the_history_alone(
     assert chat.chat_history == []
 
 
-def test_async_chats_do_the_same(animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
+def test_async_chats_answer_stream_and_close(animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
     llm = make_llm()
     chat = make_chat_engine(animals, llm, embedding)
 

@@ -1,3 +1,5 @@
+"""Chunks fit the embedding model and know their character spans."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from reader_rag.rag.chunking import Chunker
 from reader_rag.rag.files import UnusableFileError
 
 
-def test_chunks_end_at_sentences_and_share_some(embedding: SizedEmbedding) -> None:
+def test_chunks_end_at_sentences_and_overlap(embedding: SizedEmbedding) -> None:
     text = "Cats purr at home. Dogs bark a lot. Birds sing at dawn. "  # 5, 5 and 5 tokens
     nodes = Chunker(embedding, 16, 6).split([Document(text=text * 2, id_="doc", metadata={"file_name": "a.txt"})])
     assert [(node.start_char_idx, node.end_char_idx, node.text) for node in nodes] == [
@@ -29,7 +31,7 @@ def test_nothing_is_printed(embedding: SizedEmbedding, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ""
 
 
-def test_a_character_that_no_chunk_can_hold_is_an_unusable_file() -> None:
+def test_a_character_longer_than_a_chunk_raises() -> None:
     dear: Any = SimpleNamespace(count_tokens=lambda text: 30 * len(text))
     with pytest.raises(UnusableFileError, match="cannot be split into chunks of 20 tokens"):
         Chunker(dear, 20, 4).split([Document(text="abc")])

@@ -1,3 +1,5 @@
+"""Citations of copied spans: nodes, files, pages and characters."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -75,7 +77,7 @@ def test_short_spans_are_left_out() -> None:
     assert [c.node_id for c in cite(copied, answer, CONTEXT, NODES, min_words=2)] == ["cats", "dogs"]
 
 
-def test_spans_parted_by_a_token_that_reads_as_the_passage_does_are_one() -> None:
+def test_spans_separated_by_the_passages_own_text_are_joined() -> None:
     answer = "Cats purr when they are content, I think"
     parts = [span("cats", CATS, answer, "Cats purr"), span("cats", CATS, answer, " they are content")]
     assert [c.text for c in cite(parts, answer, CONTEXT, NODES)] == ["Cats purr when they are content"]
@@ -83,11 +85,11 @@ def test_spans_parted_by_a_token_that_reads_as_the_passage_does_are_one() -> Non
     assert [c.text for c in cite(parts, other, CONTEXT, NODES)] == ["they are content"]
 
 
-def test_a_span_that_does_not_read_as_its_passage_is_left_out() -> None:
+def test_a_span_that_differs_from_its_passage_is_left_out() -> None:
     assert cite([CopiedSpan("cats", 0, 20, 0, 20)], "something else entirely, really", CONTEXT, NODES) == []
 
 
-def test_a_node_without_place_or_file_is_cited_by_its_own_text() -> None:
+def test_a_node_without_file_and_offset_is_cited_by_its_own_text() -> None:
     nodes = [source("n", CATS)]
     (citation,) = cite([span("n", CATS, CATS, CATS)], CATS, None, nodes)
     assert (citation.text, citation.file_path, citation.document_start) == (CATS, None, None)
@@ -98,7 +100,7 @@ def test_no_sources_no_citations() -> None:
 
 
 @given(st.data())
-def test_every_citation_reads_the_same_in_answer_and_node(data: st.DataObject) -> None:
+def test_every_citation_is_equal_in_answer_and_node(data: st.DataObject) -> None:
     texts = data.draw(st.lists(st.text("ab c\n", min_size=1, max_size=20), min_size=1, max_size=3))
     nodes = [source(f"n{i}", text, start=i) for i, text in enumerate(texts)]
     context = context_of(nodes)

@@ -1,4 +1,4 @@
-"""The datastore holds a store's passages: new ones come, gone ones leave the disk, other stores' stay."""
+"""Synchronising a datastore with the passages of a store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def found(drafts: Datastore, tokenizer: PreTrainedTokenizerFast, text: str, tena
     return drafts.searcher([passages_of(tenant)]).count(tokenizer(text)["input_ids"][:12])
 
 
-def test_changes_are_followed(
+def test_additions_changes_and_removals_are_synchronised(
     docs: Path, tmp_path: Path, drafts: Datastore, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     assert synced(docs, tmp_path / "store", drafts, tiny_tokenizer) == SyncReport(2, 0, 2)
@@ -56,7 +56,7 @@ def test_changes_are_followed(
     assert not any(encoded in path.read_bytes() for path in drafts.folder.rglob("*") if path.is_file())
 
 
-def test_stores_and_tenants_are_told_apart(
+def test_stores_and_tenants_are_separate(
     docs: Path, tmp_path: Path, drafts: Datastore, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     synced(docs, tmp_path / "first", drafts, tiny_tokenizer)

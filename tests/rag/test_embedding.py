@@ -1,3 +1,5 @@
+"""The local embedding model: limits, vectors, threads and event loops."""
+
 from __future__ import annotations
 
 import asyncio
@@ -12,14 +14,14 @@ from reader_rag.errors import ModelError, ModelNotFoundError
 from reader_rag.rag import LocalEmbedding
 
 
-def test_the_default_model_says_how_much_it_reads(minilm: LocalEmbedding) -> None:
+def test_the_default_model_reports_its_limits(minilm: LocalEmbedding) -> None:
     assert (minilm.max_tokens, minilm.max_text_tokens, minilm.dimension) == (256, 254, 384)
     assert minilm.count_tokens("hello world") == 2
     assert minilm.count_tokens("hello " * 1000) == 1000
     assert minilm.count_tokens("") == 0
 
 
-def test_vectors_have_length_one_and_mean_something(minilm: LocalEmbedding) -> None:
+def test_vectors_have_length_one_and_similar_texts_are_near(minilm: LocalEmbedding) -> None:
     cat, car = minilm.get_text_embedding_batch(["The cat sleeps on the sofa.", "The car needs new tyres."])
     question = np.array(minilm.get_query_embedding("Where is the kitten napping?"))
     assert len(cat) == 384
@@ -27,7 +29,7 @@ def test_vectors_have_length_one_and_mean_something(minilm: LocalEmbedding) -> N
     assert question @ cat > question @ car + 0.2
 
 
-def test_many_threads_get_the_vectors_that_one_gets(minilm: LocalEmbedding) -> None:
+def test_vectors_do_not_depend_on_the_number_of_threads(minilm: LocalEmbedding) -> None:
     texts = [f"sentence number {i} " * (i % 5 + 1) for i in range(16)]
     alone = [minilm.get_text_embedding(text) for text in texts]
     with ThreadPoolExecutor(4) as pool:
@@ -37,7 +39,7 @@ def test_many_threads_get_the_vectors_that_one_gets(minilm: LocalEmbedding) -> N
     assert all(count > 0 for count in counts)
 
 
-def test_async_calls_leave_the_event_loop_free(minilm: LocalEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_calls_do_not_block_the_event_loop(minilm: LocalEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     def wait(self: LocalEmbedding, texts: list[str]) -> list[list[float]]:
@@ -60,12 +62,12 @@ def test_async_and_sync_agree(minilm: LocalEmbedding) -> None:
     assert asyncio.run(minilm.aget_text_embedding("a text")) == minilm.get_text_embedding("a text")
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_model_raises_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         LocalEmbedding(str(tmp_path / "nowhere"))
 
 
-def test_a_folder_that_holds_no_model_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_raises_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no model")
     with pytest.raises(ModelError, match=tmp_path.name):
         LocalEmbedding(str(tmp_path))

@@ -32,7 +32,7 @@ def test_the_retriever_finds_the_nearest(animals: FaissStore, embedding: SizedEm
     assert (found[0].score or 0) > (found[1].score or 0) > 0
 
 
-def test_the_retriever_keeps_to_cutoff_and_filters(animals: FaissStore, embedding: SizedEmbedding) -> None:
+def test_the_retriever_applies_cutoff_and_filters(animals: FaissStore, embedding: SizedEmbedding) -> None:
     only_cats = MetadataFilters(filters=[MetadataFilter(key="animal", value="cats")])
     found = make_retriever(animals, embedding, filters=only_cats).retrieve("what do dogs bark at")
     assert [node.node_id for node in found] == ["cats"]
@@ -56,7 +56,7 @@ def test_settings_out_of_range_are_refused(
         make_retriever(animals, embedding, top_k, cutoff)
 
 
-def test_an_answer_is_asked_for_from_the_passages(
+def test_the_prompt_has_the_retrieved_passages(
     animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
 ) -> None:
     llm = make_llm()
@@ -82,12 +82,12 @@ def test_an_empty_question_is_refused(
     assert llm.prompts == []
 
 
-def test_async_queries_give_the_same(animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
+def test_async_queries_return_the_same(animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
     response = asyncio.run(make_query_engine(animals, make_llm(), embedding).aquery("dogs bark"))
     assert (str(response), response.source_nodes[0].node_id) == ("forty two it is", "dogs")
 
 
-def test_the_global_settings_of_llama_index_are_left_alone(
+def test_the_global_settings_of_llama_index_do_not_change(
     animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama_index.core, "global_tokenizer", None)

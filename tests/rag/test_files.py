@@ -1,3 +1,5 @@
+"""Finding, decoding and parsing files."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -39,12 +41,12 @@ def test_text_is_decoded(data: bytes, text: str) -> None:
         (b"\xff\xfea", "not utf-16.* text"),
     ],
 )
-def test_what_is_not_text_is_told_apart(data: bytes, reason: str) -> None:
+def test_content_that_is_not_text_raises_with_the_reason(data: bytes, reason: str) -> None:
     with pytest.raises(UnusableFileError, match=reason):
         decode(data)
 
 
-def test_empty_missing_and_special_files_are_named(write: Write, tmp_path: Path) -> None:
+def test_empty_missing_and_special_files_raise(write: Write, tmp_path: Path) -> None:
     with pytest.raises(UnusableFileError, match="^empty$"):
         read_bytes(write("blank.txt", " \n\t\n"))
     with pytest.raises(UnusableFileError, match="cannot be read: No such file"):

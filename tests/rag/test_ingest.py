@@ -1,3 +1,5 @@
+"""Ingestion: what is added, updated, removed and reported, for each tenant, also after failures."""
+
 from __future__ import annotations
 
 import shutil
@@ -115,7 +117,7 @@ def test_a_file_gone_from_its_root_is_removed_and_other_roots_stay(
     assert contents(store_dir) == {"1.txt": "one", "3.txt": "three"}
 
 
-def test_roots_may_lie_in_one_another(run: Any, write: Write, docs: Path, store_dir: Path) -> None:
+def test_roots_may_be_nested(run: Any, write: Write, docs: Path, store_dir: Path) -> None:
     write("top.txt", "top")
     deep = write("sub/deep.txt", "deep")
     assert names(run(docs, docs / "sub", deep).added) == ["deep.txt", "top.txt"]
@@ -127,7 +129,7 @@ def test_roots_may_lie_in_one_another(run: Any, write: Write, docs: Path, store_
     assert contents(store_dir) == {"new.txt": "new", "top.txt": "top"}
 
 
-def test_a_hidden_root_outlives_an_ingestion_of_the_folder_around_it(
+def test_a_hidden_root_stays_when_the_folder_around_it_is_ingested(
     run: Any, write: Write, docs: Path, store_dir: Path
 ) -> None:
     write("seen.txt", "seen")
@@ -148,7 +150,9 @@ def test_a_single_file_can_be_a_root(run: Any, write: Write, store_dir: Path) ->
     assert contents(store_dir) == {"a.txt": "two"}
 
 
-def test_bad_files_are_reported_and_the_good_ones_go_in(run: Any, write: Write, docs: Path, store_dir: Path) -> None:
+def test_unusable_files_are_reported_and_the_others_ingested(
+    run: Any, write: Write, docs: Path, store_dir: Path
+) -> None:
     write("good.txt", "good")
     write("picture.png", b"\x89PNG\r\n\x1a\n\x00\x00")
     write("latin.txt", "déjà vu".encode("latin-1"))
@@ -187,7 +191,7 @@ def test_an_unreadable_file_is_reported(
     assert contents(store_dir) == {"good.txt": "good", "secret.txt": "was readable"}
 
 
-def test_a_file_that_turned_bad_keeps_its_last_good_content(
+def test_a_file_that_becomes_unusable_keeps_its_last_content(
     run: Any, write: Write, docs: Path, store_dir: Path
 ) -> None:
     write("good.txt", "good")
@@ -303,7 +307,7 @@ def test_a_store_folder_that_cannot_be_made_is_an_error(write: Write, docs: Path
         ingest([docs], in_the_way / "store", embed_model=embedding)
 
 
-def test_progress_goes_from_nothing_to_everything(run: Any, write: Write, docs: Path) -> None:
+def test_progress_is_reported_from_zero_to_the_total(run: Any, write: Write, docs: Path) -> None:
     for i in range(12):
         write(f"{i:02}.txt", f"text {i}")
     calls: list[tuple[str, int, int]] = []
@@ -326,7 +330,7 @@ def test_chunk_settings_are_checked(run: Any, write: Write, docs: Path, options:
         run(docs, **options)
 
 
-def test_the_store_may_lie_inside_what_is_ingested(write: Write, docs: Path, embedding: Any) -> None:
+def test_the_store_may_be_inside_an_ingested_folder(write: Write, docs: Path, embedding: Any) -> None:
     write("a.txt", "one")
     for _ in range(2):
         report = ingest([docs], docs / "store", embed_model=embedding)
@@ -401,7 +405,7 @@ def test_missing_files_are_removed_for_the_ingesting_tenant_only(
     assert contents(store_dir, "b") == {"one.txt": "first", "two.txt": "second"}
 
 
-def test_a_tenant_that_was_removed_can_ingest_again(run: Any, write: Write, docs: Path, store_dir: Path) -> None:
+def test_a_cleared_tenant_can_ingest_again(run: Any, write: Write, docs: Path, store_dir: Path) -> None:
     write("one.txt", "first")
     run(docs, tenant="a")
     run(docs, tenant="b")

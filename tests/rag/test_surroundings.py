@@ -1,4 +1,4 @@
-"""What stands around the retrieved passages in their documents is searched for drafts."""
+"""Passages around the retrieved ones, for drafts."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def around(store: FaissStore, ids: Sequence[str], most: int = 10_000) -> list[st
     return [node.node_id for node in Surroundings(store, most).of([NodeWithScore(node=nodes[id_]) for id_ in ids])]
 
 
-def test_neighbours_come_first_and_then_the_rest_of_the_document(store: FaissStore) -> None:
+def test_surrounding_passages_are_ordered_by_distance(store: FaissStore) -> None:
     assert around(store, ["cat3"]) == ["cat2", "cat4", "cat1", "cat0"]
 
 
-def test_of_two_documents_the_nearer_ones_passages_come_first_at_each_distance(store: FaissStore) -> None:
+def test_at_equal_distance_the_more_similar_document_comes_first(store: FaissStore) -> None:
     assert around(store, ["dog0", "cat4"]) == ["dog1", "cat3", "dog2", "cat2", "dog3", "cat1", "dog4", "cat0"]
 
 
-def test_what_was_retrieved_is_not_brought_again(store: FaissStore) -> None:
+def test_retrieved_passages_are_not_among_the_surrounding_ones(store: FaissStore) -> None:
     assert around(store, ["cat0", "cat1", "cat2", "cat3", "cat4"]) == []
 
 
-def test_a_passage_of_no_document_has_no_surroundings(store: FaissStore) -> None:
+def test_a_passage_without_a_document_has_no_surroundings(store: FaissStore) -> None:
     assert around(store, ["alone"]) == []
 
 
 @pytest.mark.parametrize(("most", "found"), [(0, 0), (9, 0), (10, 1), (29, 2), (40, 4)])
-def test_no_more_text_is_brought_than_asked_for(store: FaissStore, most: int, found: int) -> None:
+def test_surrounding_passages_stay_within_the_limit(store: FaissStore, most: int, found: int) -> None:
     assert len(around(store, ["cat0"], most)) == found
 
 
@@ -100,5 +100,5 @@ def test_the_calls_of_an_engine_search_the_passages_and_their_surroundings(
     assert searched == [["cat2", "cat1", "cat3", "cat0", "cat4", "context"]] * 3
 
 
-def test_an_llm_that_takes_no_sources_is_used_as_it_is(store: FaissStore, embedding: SizedEmbedding) -> None:
+def test_an_llm_without_with_sources_is_used_unchanged(store: FaissStore, embedding: SizedEmbedding) -> None:
     assert str(make_query_engine(store, MockLLM(max_tokens=4), embedding).query("cat part 2"))

@@ -27,7 +27,7 @@ def test_a_question_longer_than_the_context_is_refused(
     assert llm.prompts == []
 
 
-def test_nothing_found_is_said_without_asking_the_llm(
+def test_without_passages_the_llm_is_not_called(
     animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
 ) -> None:
     llm = make_llm()
@@ -42,9 +42,7 @@ def test_nothing_found_is_said_without_asking_the_llm(
     assert llm.prompts == []
 
 
-def test_passages_that_do_not_fit_one_prompt_are_read_one_after_another(
-    embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
+def test_passages_that_do_not_fit_one_prompt_are_refined_in_turn(embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
     llm = make_llm(window=220)
     store = FaissStore()
     texts = [f"dogs {letter} " + f"{letter} " * 60 for letter in "abc"]
@@ -55,9 +53,7 @@ def test_passages_that_do_not_fit_one_prompt_are_read_one_after_another(
     assert "Answer so far: forty two it is" in llm.prompts[1]
 
 
-def test_a_streamed_answer_comes_piece_by_piece(
-    animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM
-) -> None:
+def test_a_streamed_answer_arrives_in_pieces(animals: FaissStore, embedding: SizedEmbedding, make_llm: MakeLLM) -> None:
     response = make_query_engine(animals, make_llm(), embedding, streaming=True).query("dogs")
     assert isinstance(response, StreamingResponse)
     assert list(response.response_gen) == ["forty ", "two ", "it ", "is"]

@@ -60,7 +60,7 @@ def test_a_filter_that_compares_text_with_numbers_raises(store: FaissStore) -> N
         ask(store, [1.0, 0.0], filters=filters)
 
 
-def test_ids_only_grow_also_after_a_delete_and_a_reopening(tmp_path: Path, make_node: MakeNode) -> None:
+def test_ids_are_never_reused_after_deletes_and_reopening(tmp_path: Path, make_node: MakeNode) -> None:
     def numbers(store: FaissStore) -> list[int]:
         return sorted(row.id for row in store._file.nodes(""))
 
@@ -94,7 +94,7 @@ def test_an_ordinary_llama_index_uses_the_store(embedding: SizedEmbedding) -> No
     assert [n.get_content() for n in store.get_nodes()] == ["dogs bark"]
 
 
-def test_an_ordinary_llama_index_keeps_to_the_tenant(embedding: SizedEmbedding) -> None:
+def test_an_ordinary_llama_index_reads_and_deletes_for_its_tenant(embedding: SizedEmbedding) -> None:
     store = FaissStore()
     for name, text in (("a", "cats purr"), ("b", "cats bite")):
         context = StorageContext.from_defaults(vector_store=store.for_tenant(name))

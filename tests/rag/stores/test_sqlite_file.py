@@ -85,13 +85,13 @@ def test_a_truncated_file_is_not_replaced_by_an_empty_store(folder: Path) -> Non
         FaissStore(folder)
 
 
-def test_a_file_that_is_no_database_is_refused(folder: Path) -> None:
+def test_a_file_that_is_not_a_database_is_refused(folder: Path) -> None:
     (folder / FILE_NAME).write_text("these are my notes\n" * 500)
     with pytest.raises(StoreCorruptError, match="not a store"):
         FaissStore.open(folder)
 
 
-def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_another_programs_database_is_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     with sqlite3.connect(path) as database:
         database.execute("CREATE TABLE bookmarks (url TEXT)")
@@ -109,7 +109,7 @@ def test_another_format_version_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["vector", "node"])
-def test_a_flipped_byte_in_a_node_is_noticed(folder: Path, column: str) -> None:
+def test_a_flipped_byte_in_a_node_is_detected(folder: Path, column: str) -> None:
     with sqlite3.connect(folder / FILE_NAME) as database:
         old = database.execute(f"SELECT {column} FROM nodes WHERE node_id = 'n7'").fetchone()[0]
         new = old.replace("word", "ward", 1) if isinstance(old, str) else bytes([old[0] ^ 1]) + old[1:]
@@ -128,7 +128,7 @@ def test_garbage_in_the_middle_of_the_file_is_refused(folder: Path) -> None:
         FaissStore.open(folder)
 
 
-def test_a_full_disk_while_writing_leaves_disk_and_memory_as_they_were(folder: Path, make_node: MakeNode) -> None:
+def test_a_full_disk_while_writing_changes_neither_disk_nor_memory(folder: Path, make_node: MakeNode) -> None:
     with FaissStore.open(folder) as store:
         pages = store._file._database.execute("PRAGMA page_count").fetchone()[0]
         store._file._database.execute(f"PRAGMA max_page_count = {pages + 1}")
@@ -223,7 +223,7 @@ def test_a_process_sees_what_another_has_committed(folder: Path) -> None:
         assert nearest.ids == ["new4"]
 
 
-def test_a_writer_waits_for_another_writer_and_then_says_that_the_store_is_busy(
+def test_a_writer_waits_for_another_one_and_then_raises_that_the_store_is_busy(
     folder: Path, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_file, "_BUSY_TIMEOUT_S", 0.05)
@@ -251,20 +251,20 @@ def test_two_processes_that_make_the_store_at_once_share_one(tmp_path: Path, mon
     assert [path.name for path in folder.iterdir()] == [FILE_NAME]
 
 
-def test_a_closed_store_says_so(folder: Path) -> None:
+def test_a_closed_store_raises(folder: Path) -> None:
     store = FaissStore.open(folder)
     store.close()
     with pytest.raises(StoreError, match="is closed"):
         store.get_nodes()
 
 
-def test_a_folder_in_the_files_place_is_no_store(tmp_path: Path) -> None:
+def test_a_folder_with_the_files_name_is_not_a_store(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(StoreNotFoundError, match="there is no store"):
         StoreFile.open(tmp_path)
 
 
-def test_a_folder_that_may_not_be_entered_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_permission_raises_a_store_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, **options: bool) -> os.stat_result:  # root may enter everything
         raise PermissionError(13, "Permission denied", str(path))
 
