@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reader_rag.rag.stores.faiss_store import FaissStore as FaissStore
     from reader_rag.rag.stores.location import open_store as open_store
 
-_HOME = {
+_MODULES = {
     "NOTHING_FOUND": "prompts",
     "Citation": "citations",
     "DocumentStore": "stores.contract",
@@ -42,29 +42,14 @@ _HOME = {
     "open_store": "stores.location",
 }
 
-__all__ = [
-    "NOTHING_FOUND",
-    "Citation",
-    "DocumentStore",
-    "FaissStore",
-    "IngestReport",
-    "LocalEmbedding",
-    "SizedEmbedding",
-    "SkippedFile",
-    "cite",
-    "context_of",
-    "make_chat_engine",
-    "make_query_engine",
-    "make_retriever",
-    "open_store",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
