@@ -103,7 +103,7 @@ class DatastoreError(ReaderError):
 
 
 class DatastoreNotFoundError(DatastoreError):
-    """There is no datastore at that place."""
+    """There is no datastore in the folder."""
 
 
 class DatastoreMismatchError(DatastoreError):
@@ -115,7 +115,7 @@ class DatastoreCorruptError(DatastoreError):
 
 
 class DatastoreBusyError(DatastoreError):
-    """Somebody else is writing to the datastore."""
+    """Another process writes to the datastore."""
 
 
 class DatastoreWriteError(DatastoreError):

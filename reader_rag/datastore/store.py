@@ -244,12 +244,25 @@ class Datastore:
             self._catalog.writer(namespace).mark_used(documents)
 
     def has(self, document: str, *, namespace: str = "") -> bool:
-        """Whether a namespace has a document of that name."""
+        """Whether a document exists.
+
+        Args:
+            document: Name of the document.
+            namespace: Namespace of the document.
+        """
         space = self._catalog.get(namespace)
         return space is not None and space.digest_of(document) is not None
 
     def read(self, document: str, *, namespace: str = "") -> NDArray[np.int64] | None:
-        """int64 [n], the tokens of a document; None: there is none of that name."""
+        """Read the tokens of a document.
+
+        Args:
+            document: Name of the document.
+            namespace: Namespace of the document.
+
+        Returns:
+            int64 [n]; None: there is none of that name.
+        """
         space = self._catalog.get(namespace)
         return None if space is None else space.read(document)
 
