@@ -41,6 +41,8 @@ class StepTable:
         model: Name of the measured model.
         device: Name of the device.
         vllm: Version of vLLM.
+        context_seconds: float64 [len(drafted)] or empty, seconds that each cached position adds to a step of one row
+            with so many drafted tokens; `seconds` are then those behind an empty cache.
     """
 
     rows: tuple[int, ...]
@@ -49,6 +51,7 @@ class StepTable:
     model: str = ""
     device: str = ""
     vllm: str = ""
+    context_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name, values, first in (("rows", self.rows, 1), ("drafted", self.drafted, 0)):
@@ -62,6 +65,10 @@ class StepTable:
             raise ConfigError(f"step costs: seconds must have {shape[0]} lines of {shape[1]} numbers")
         if not all(math.isfinite(value) and value > 0.0 for line in self.seconds for value in line):
             raise ConfigError("step costs: all seconds must be numbers above 0")
+        if self.context_seconds and len(self.context_seconds) != shape[1]:
+            raise ConfigError(f"step costs: context_seconds must have {shape[1]} numbers, or none")
+        if not all(math.isfinite(value) and value >= 0.0 for value in self.context_seconds):
+            raise ConfigError("step costs: all context_seconds must be numbers from 0 on")
 
     @classmethod
     def assumed(cls, device: str) -> StepTable:
@@ -97,6 +104,7 @@ class StepTable:
                 _integers(held["drafted"]),
                 tuple(tuple(float(value) for value in line) for line in held["seconds"]),
                 *(str(held[name]) for name in _FIELDS),
+                context_seconds=tuple(float(value) for value in held.get("context_seconds", ())),
             )
         except (KeyError, TypeError, ValueError) as cause:
             raise ConfigError(f"{path}: {cause}; {advice}") from cause
@@ -111,6 +119,7 @@ class StepTable:
             "format": FORMAT,
             "version": VERSION,
             **{name: getattr(self, name) for name in (*_FIELDS, "rows", "drafted", "seconds")},
+            **({"context_seconds": self.context_seconds} if self.context_seconds else {}),
         }
         with atomic_path(Path(path)) as partial:
             partial.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")

@@ -30,7 +30,7 @@ from reader_rag.engine.stream import ScheduledStream
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.model.select_target import Drafting, select_reuse, select_target
-from reader_rag.model.step_costs import StepCosts, remembered
+from reader_rag.model.step_costs import StepCosts, load_costs
 from reader_rag.model.weights_cache import cache_folder
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
 from reader_rag.sampling.logits_processors import make_processors, private
@@ -401,7 +401,7 @@ class Engine:
             max_nodes: Most nodes of a tree.
         """
         if self.target.fixed is None and (self.costs is None or self.costs.max_nodes < max_nodes):
-            self.costs = remembered(self.target, max_nodes, cache_folder() / "costs")
+            self.costs = load_costs(self.target, max_nodes, cache_folder() / "costs")
 
     def _recall(self, datastore: str | Path | None, config: DatastoreConfig) -> DatastoreLookup | None:
         if datastore is None:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from reader_rag.draft.kernels import pool as kernels
+from reader_rag.draft.step_table import StepTable
 from reader_rag.draft.tree import DraftTree
+from reader_rag.errors import ConfigError
 from reader_rag.model.interface import TargetModel
-from reader_rag.util.files import atomic_path
 
 _VERSION = 3
-"""Of the remembered file; raise it when a step computes otherwise than before."""
+"""Of the forward pass, part of the device of a table; raise it when a step computes otherwise than before."""
 _ROWS = (1, 8, 4, 16, 2, 32, 5, 9, 17, 64, 3, 12, 13, 24, 48, 128)
 """Sizes that are timed, in this order: the first five say most. The odd ones stand where blocks of rows begin."""
 _CONTEXTS = (64, 1024)
@@ -52,83 +53,26 @@ Float64 = NDArray[np.float64]
 class StepCosts:
     """Seconds of a verify step, `T(rows, context)`: linear in the context, interpolated between measured rows.
 
-    Measured once on a few sizes, refined by every step that runs: how much slower the machine is as a whole, which
-    changes no decision, apart from what a size costs beside the others. A larger step is never taken to be cheaper
-    than a smaller one.
+    A table measured once is refined by every step that runs: how much slower the machine is as a whole, which changes
+    no decision, apart from what a size costs beside the others. A larger step is never taken to be cheaper than a
+    smaller one.
 
     Args:
-        rows: Measured sizes, rising, the first 1. A size is the root and the drafted nodes.
-        base: Their seconds behind no text.
-        slope: Seconds that each position of the text before adds; None: nothing.
+        table: The seconds of steps of one sequence, and those that each position before them adds.
+
+    Attributes:
+        table: As given; not refined.
     """
 
-    def __init__(
-        self, rows: Sequence[int], base: Sequence[float] | Float64, slope: Sequence[float] | Float64 | None = None
-    ) -> None:
-        self._rows = np.array(rows, dtype=np.float64)
-        self._base = np.array(base, dtype=np.float64)
-        self._slope = np.zeros(len(rows)) if slope is None else np.array(slope, dtype=np.float64)
+    def __init__(self, table: StepTable) -> None:
+        self.table = table
+        self._rows = np.array(table.drafted, np.float64) + 1.0
+        self._base = np.array(table.seconds[0])
+        self._slope = np.array(table.context_seconds or (0.0,) * len(table.drafted))
         self._most_rows = max(int(self._rows[-1]), _MOST_ROWS)
         self._load = 0.0
         self._plain_in_a_row = self._drafts = 0
         self._tries = False
-
-    @classmethod
-    def measure(cls, target: TargetModel, max_nodes: int) -> StepCosts:
-        """Time steps of the target, for three seconds or five steps, whichever is longer.
-
-        The least time of a few rounds counts: on a shared machine the others tell of the neighbours.
-
-        Args:
-            target: The model.
-            max_nodes: Most nodes of a tree.
-        """
-        window = target.context_window or 1 << 20
-        max_nodes = max(min(max_nodes, window - 2), 0)
-        rows = sorted({*(r for r in _ROWS if r <= max_nodes), 1, max_nodes + 1})
-        near, far = (max(min(context, window - max_nodes - 1), 1) for context in _CONTEXTS)
-        order = sorted(rows, key=lambda r: _ROWS.index(r) if r in _ROWS else len(_ROWS))
-        plan = [(near, count) for count in order] + [(far, count) for count in order if count in _FAR_ROWS]
-        token = int(target.config.vocab_size) // 2
-        cache = target.new_cache(far, max_nodes)
-        target.prefill([token], cache)
-        target.verify(token, DraftTree.from_chain([token] * max_nodes), cache)  # first use of its kernels
-        best: dict[tuple[int, int], float] = {}
-        steps, started = 0, time.perf_counter()
-        while True:
-            for place in plan:
-                if steps >= _LEAST_STEPS and time.perf_counter() - started > _BUDGET_S:
-                    return cls._fitted(rows, near, far, best)
-                context, count = place
-                if best.get(place, 0.0) > _ONCE * best.get((near, 1), math.inf):
-                    continue
-                cache.set_committed(context)
-                tree = DraftTree.from_chain([token] * (count - 1))
-                before = time.perf_counter()
-                target.verify(token, tree, cache).argmax(-1).tolist()
-                best[place] = min(best.get(place, math.inf), time.perf_counter() - before)
-                steps += 1
-
-    @classmethod
-    def _fitted(cls, rows: Sequence[int], near: int, far: int, best: Mapping[tuple[int, int], float]) -> StepCosts:
-        """From times by (context, rows); those that there was no time to measure lie between or beyond the others."""
-        at_near = {count: seconds for (context, count), seconds in sorted(best.items()) if context == near}
-        base = np.interp(rows, list(at_near), list(at_near.values()))
-        if rows[-1] > max(at_near):  # not measured: at worst in proportion
-            largest = max(at_near)
-            base = np.array(
-                [b if r <= largest else at_near[largest] * r / largest for r, b in zip(rows, base, strict=True)]
-            )
-        base = np.minimum.accumulate(base[::-1])[::-1]  # as in `seconds`
-        slope = np.zeros(len(rows))
-        gained = {
-            count: max(seconds - base[rows.index(count)], 0.0) / (far - near)
-            for (context, count), seconds in sorted(best.items())
-            if context == far != near
-        }
-        if gained:
-            slope = np.interp(rows, list(gained), list(gained.values()))
-        return cls(rows, base - np.minimum(slope * near, 0.5 * base), slope)
 
     def seconds(self, context: int = 0) -> Float64:
         """float64 [max rows], the time of steps of 1, 2, ... rows behind that many positions."""
@@ -228,27 +172,6 @@ class StepCosts:
             return min(most, _EXPLORE_NODES)
         return size
 
-    def save(self, path: Path, key: dict[str, Any]) -> None:
-        """Remember the costs; nothing happens where the folder cannot be written."""
-        held = {"key": key, "rows": self._rows.tolist(), "base": self._base.tolist(), "slope": self._slope.tolist()}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(path) as partial:
-                partial.write_text(json.dumps(held), encoding="utf-8")
-        except OSError:
-            return
-
-    @classmethod
-    def load(cls, path: Path, key: dict[str, Any], max_nodes: int) -> StepCosts | None:
-        """What was remembered, or None if that is nothing, of something else, of fewer nodes, or damaged."""
-        try:
-            held = json.loads(path.read_text(encoding="utf-8"))
-            costs = cls([int(rows) for rows in held["rows"]], held["base"], held["slope"])
-            sound = bool((costs._base > 0).all() and (costs._slope >= 0).all() and (np.diff(costs._rows) > 0).all())
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
-            return None
-        return costs if sound and held["key"] == key and costs.max_nodes >= max_nodes else None
-
 
 class Rest:
     """When a text goes without a draft: where none has paid for a while, most do.
@@ -279,40 +202,102 @@ class Rest:
             self._plain += bool(nodes)
 
 
-def remembered(target: TargetModel, max_nodes: int, folder: Path) -> StepCosts:
-    """The costs of a target: those of an earlier process on this device, or else measured now and remembered.
+def load_costs(target: TargetModel, max_nodes: int, folder: Path) -> StepCosts:
+    """The costs of a target: from the file of an earlier process on this device, or measured and written.
 
     Args:
         target: The model.
         max_nodes: Most nodes of a tree.
-        folder: Where costs are kept.
+        folder: Where tables are stored; a folder that cannot be written is no error.
     """
-    key = _key(target)
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    model, device = _model_of(target), _device_of(target)
+    name = hashlib.sha256(f"{model}\n{device}".encode()).hexdigest()[:16]
     path = folder / f"{name}.json"
     window = target.context_window or 1 << 20
-    costs = StepCosts.load(path, key, min(max_nodes, window - 2))
-    if costs is None:
-        costs = StepCosts.measure(target, max_nodes)
-        costs.save(path, key)
-    return costs
+    try:
+        table = StepTable.read(path)
+        if (table.model, table.device) == (model, device) and table.drafted[-1] >= min(max_nodes, window - 2):
+            return StepCosts(table)
+    except ConfigError:  # not there, damaged, or of another version
+        pass
+    table = replace(measure(target, max_nodes), model=model, device=device)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        table.write(path)
+    return StepCosts(table)
 
 
-def _key(target: TargetModel) -> dict[str, Any]:
-    """What the cost of a step depends on."""
-    device = target.device
-    return {
-        "version": _VERSION,
-        "model": target.config.to_dict().get("model_type", ""),
-        "shapes": hashlib.sha256(
-            repr([(name, tuple(p.shape)) for name, p in target.model.named_parameters()]).encode()
-        ).hexdigest()[:16],
-        "dtype": str(target.model.dtype),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type} {platform.machine()}",
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "forward": "torch" if target.cpu is None else "compiled",
-        "torch": torch.__version__,
+def measure(target: TargetModel, max_nodes: int) -> StepTable:
+    """Time steps of one sequence, for three seconds or five steps, whichever is longer.
+
+    The least time of a few rounds counts: on a shared machine the longer ones measure other processes.
+
+    Args:
+        target: The model.
+        max_nodes: Most nodes of a tree.
+    """
+    window = target.context_window or 1 << 20
+    max_nodes = max(min(max_nodes, window - 2), 1)
+    rows = sorted({*(r for r in _ROWS if r <= max_nodes), 1, max_nodes + 1})
+    near, far = (max(min(context, window - max_nodes - 1), 1) for context in _CONTEXTS)
+    order = sorted(rows, key=lambda r: _ROWS.index(r) if r in _ROWS else len(_ROWS))
+    plan = [(near, count) for count in order] + [(far, count) for count in order if count in _FAR_ROWS]
+    token = int(target.config.vocab_size) // 2
+    cache = target.new_cache(far, max_nodes)
+    target.prefill([token], cache)
+    target.verify(token, DraftTree.from_chain([token] * max_nodes), cache)  # first use of its kernels
+    best: dict[tuple[int, int], float] = {}
+    steps, started = 0, time.perf_counter()
+    while True:
+        for size in plan:
+            if steps >= _LEAST_STEPS and time.perf_counter() - started > _BUDGET_S:
+                return _fitted(rows, near, far, best)
+            context, count = size
+            if best.get(size, 0.0) > _ONCE * best.get((near, 1), math.inf):
+                continue
+            cache.set_committed(context)
+            tree = DraftTree.from_chain([token] * (count - 1))
+            before = time.perf_counter()
+            target.verify(token, tree, cache).argmax(-1).tolist()
+            best[size] = min(best.get(size, math.inf), time.perf_counter() - before)
+            steps += 1
+
+
+def _fitted(rows: Sequence[int], near: int, far: int, best: Mapping[tuple[int, int], float]) -> StepTable:
+    """A table of times by (context, rows); sizes that were not timed are interpolated, or proportional beyond."""
+    at_near = {count: seconds for (context, count), seconds in sorted(best.items()) if context == near}
+    base = np.interp(rows, list(at_near), list(at_near.values()))
+    if rows[-1] > max(at_near):  # not measured: at worst in proportion
+        largest = max(at_near)
+        base = np.array(
+            [b if r <= largest else at_near[largest] * r / largest for r, b in zip(rows, base, strict=True)]
+        )
+    base = np.minimum.accumulate(base[::-1])[::-1]  # as in `StepCosts.seconds`
+    slope = np.zeros(len(rows))
+    gained = {
+        count: max(seconds - base[rows.index(count)], 0.0) / (far - near)
+        for (context, count), seconds in sorted(best.items())
+        if context == far != near
     }
+    if gained:
+        slope = np.interp(rows, list(gained), list(gained.values()))
+    empty = base - np.minimum(slope * near, 0.5 * base)
+    drafted = tuple(count - 1 for count in rows)
+    return StepTable((1,), drafted, (tuple(empty.tolist()),), context_seconds=tuple(slope.tolist()))
+
+
+def _model_of(target: TargetModel) -> str:
+    """What the seconds of a step depend on in the model, as one line."""
+    shapes = repr([(name, tuple(p.shape)) for name, p in target.model.named_parameters()])
+    kind = target.config.to_dict().get("model_type", "")
+    return f"{kind} {hashlib.sha256(shapes.encode()).hexdigest()[:16]} {target.model.dtype}"
+
+
+def _device_of(target: TargetModel) -> str:
+    """What the seconds of a step depend on beside the model, as one line."""
+    device = target.device
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else f"{device.type} {platform.machine()}"
+    forward = "torch" if target.cpu is None else "compiled"
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return f"{name}, {cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, {forward} forward {_VERSION}"

@@ -24,6 +24,15 @@ def test_a_written_table_is_read_again(tmp_path: Path) -> None:
     assert StepTable.read(tmp_path / "costs.json") == TABLE
 
 
+def test_a_table_may_say_what_cached_positions_add(tmp_path: Path) -> None:
+    table = StepTable((1,), (0, 2), ((1.0, 2.0),), context_seconds=(0.0, 0.5))
+    table.write(tmp_path / "costs.json")
+    assert StepTable.read(tmp_path / "costs.json") == table
+    for wrong in ((0.5,), (0.5, -1.0)):
+        with pytest.raises(ConfigError, match="context_seconds"):
+            StepTable((1,), (0, 2), ((1.0, 2.0),), context_seconds=wrong)
+
+
 def test_measured_steps_take_what_was_measured_and_others_lie_between() -> None:
     #                                      drafted: 0     1     2     3     4
     assert TABLE.times(1, 5).tolist() == [10.0, 11.0, 12.0, 14.0, 16.0]

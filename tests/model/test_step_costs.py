@@ -9,9 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reader_rag.draft.step_table import StepTable
 from reader_rag.draft.tree import DraftTree
-from reader_rag.model.step_costs import Rest, StepCosts, remembered
+from reader_rag.model.step_costs import Rest, StepCosts, load_costs, measure
 from reader_rag.model.target import Target
+
+
+def costs_of(rows: Sequence[int], base: Sequence[float], slope: Sequence[float] = ()) -> StepCosts:
+    """Costs by the rows of a step."""
+    return StepCosts(StepTable((1,), tuple(n - 1 for n in rows), (tuple(base),), context_seconds=tuple(slope)))
 
 
 def _chain(*probabilities: float) -> DraftTree:
@@ -34,29 +40,29 @@ def _best_size(costs: StepCosts, tree: DraftTree, context: int = 0, acceptance_r
 
 
 def test_times_between_measured_sizes_are_interpolated() -> None:
-    costs = StepCosts([1, 3, 5], [1.0, 2.0, 6.0])
+    costs = costs_of([1, 3, 5], [1.0, 2.0, 6.0])
     assert costs.seconds()[:5].tolist() == [1.0, 1.5, 2.0, 4.0, 6.0]
 
 
 def test_the_text_before_adds_to_every_size_what_was_measured_there() -> None:
-    costs = StepCosts([1, 3], [1.0, 2.0], [0.001, 0.003])
+    costs = costs_of([1, 3], [1.0, 2.0], [0.001, 0.003])
     assert costs.seconds(1000)[:3].tolist() == pytest.approx([2.0, 3.5, 5.0])
 
 
 def test_a_larger_step_is_never_taken_to_be_cheaper() -> None:
-    costs = StepCosts([1, 2, 3], [2.0, 1.0, 3.0])
+    costs = costs_of([1, 2, 3], [2.0, 1.0, 3.0])
     assert costs.seconds()[:3].tolist() == [1.0, 1.0, 3.0]
 
 
 def test_a_long_text_makes_wide_steps_dear() -> None:
-    costs = StepCosts([1, 2, 3], [1.0, 1.1, 1.2], [0.0, 0.001, 0.002])
+    costs = costs_of([1, 2, 3], [1.0, 1.1, 1.2], [0.0, 0.001, 0.002])
     tree = _chain(0.6, 0.5)
     assert _best_size(costs, tree, context=0) == 2
     assert _best_size(costs, tree, context=2000) == 0
 
 
 def test_a_low_acceptance_ratio_makes_trees_smaller() -> None:
-    costs = StepCosts([1, 2, 3], [1.0, 1.2, 1.4])
+    costs = costs_of([1, 2, 3], [1.0, 1.2, 1.4])
     tree = _chain(0.6, 0.4)
     assert _best_size(costs, tree) == 2
     assert _best_size(costs, tree, acceptance_ratio=0.5) == 1  # 0.3, then 0.4 * 0.25
@@ -74,26 +80,26 @@ def test_a_low_acceptance_ratio_makes_trees_smaller() -> None:
 )
 def test_nodes_are_verified_while_they_pay(seconds_per_row: float, size: int) -> None:
     rows = [1, 2, 3, 4, 5]
-    costs = StepCosts(rows, [1.0 + seconds_per_row * (r - 1) for r in rows])
+    costs = costs_of(rows, [1.0 + seconds_per_row * (r - 1) for r in rows])
     assert _best_size(costs, _chain(0.9, 0.8, 0.3, 0.05)) == size
 
 
 def test_an_empty_tree_is_a_plain_step() -> None:
-    assert _best_size(StepCosts([1, 2], [1.0, 1.0]), DraftTree.empty()) == 0
+    assert _best_size(costs_of([1, 2], [1.0, 1.0]), DraftTree.empty()) == 0
 
 
 def test_trees_beyond_what_was_measured_are_cut() -> None:
-    assert _best_size(StepCosts([1, 2, 3], [1.0, 1.0, 1.0]), _chain(0.9, 0.8, 0.7, 0.6)) == 2
+    assert _best_size(costs_of([1, 2, 3], [1.0, 1.0, 1.0]), _chain(0.9, 0.8, 0.7, 0.6)) == 2
 
 
 def test_growth_is_that_of_a_pass_by_a_node_for_each_text() -> None:
-    costs = StepCosts([1, 2, 4, 8], [1.0, 1.0, 1.0, 2.0])
+    costs = costs_of([1, 2, 4, 8], [1.0, 1.0, 1.0, 2.0])
     assert [costs.growth(texts) for texts in (1, 2, 4, 8)] == [1.0, 1.0, 2.0, 2.0]
     assert costs.growth(600) == 1.0  # beyond what costs are known for
 
 
 def test_a_busy_machine_is_slower_at_all_sizes_alike() -> None:
-    costs = StepCosts([1, 8], [1.0, 4.0])
+    costs = costs_of([1, 8], [1.0, 4.0])
     before = costs.seconds()
     for _ in range(50):
         costs.observe(1, 0, 2.0)
@@ -103,7 +109,7 @@ def test_a_busy_machine_is_slower_at_all_sizes_alike() -> None:
 
 
 def test_a_size_that_costs_otherwise_than_measured_is_found_out() -> None:
-    costs = StepCosts([1, 8], [1.0, 8.0])
+    costs = costs_of([1, 8], [1.0, 8.0])
     for _ in range(300):
         costs.observe(1, 0, 1.0)
         costs.observe(8, 0, 2.0)
@@ -111,7 +117,7 @@ def test_a_size_that_costs_otherwise_than_measured_is_found_out() -> None:
 
 
 def test_an_observation_moves_the_measured_sizes_beside_it() -> None:
-    costs = StepCosts([1, 5, 9, 13], [1.0, 1.0, 1.0, 1.0])
+    costs = costs_of([1, 5, 9, 13], [1.0, 1.0, 1.0, 1.0])
     for _ in range(200):
         costs.observe(1, 0, 1.0)
         costs.observe(7, 0, 3.0)
@@ -121,7 +127,7 @@ def test_an_observation_moves_the_measured_sizes_beside_it() -> None:
 
 
 def test_a_bad_measurement_is_found_out() -> None:
-    costs = StepCosts([1, 2, 3, 5], [1.0, 100.0, 100.0, 100.0])  # a stalled moment made drafts look hopeless
+    costs = costs_of([1, 2, 3, 5], [1.0, 100.0, 100.0, 100.0])  # a stalled moment made drafts look hopeless
     tree = _chain(0.9, 0.8, 0.7, 0.6)
     sizes = []
     for _ in range(900):
@@ -132,7 +138,7 @@ def test_a_bad_measurement_is_found_out() -> None:
 
 
 def test_the_next_size_is_tried_in_case_it_was_measured_in_a_bad_moment() -> None:
-    costs = StepCosts([1, 2, 3, 4, 5], [1.0, 1.0, 1.1, 1.5, 2.0])
+    costs = costs_of([1, 2, 3, 4, 5], [1.0, 1.0, 1.1, 1.5, 2.0])
     tree, sizes = _chain(0.7, 0.49, 0.34, 0.24), []
     for _ in range(300):
         sizes.append(_best_size(costs, tree))
@@ -143,7 +149,7 @@ def test_the_next_size_is_tried_in_case_it_was_measured_in_a_bad_moment() -> Non
 
 
 def test_where_no_draft_pays_most_steps_go_without_one() -> None:
-    costs, rest = StepCosts([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]), Rest()
+    costs, rest = costs_of([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]), Rest()
     drafted = verified = 0
     for _ in range(400):
         if not rest.due():
@@ -169,10 +175,10 @@ def test_a_draft_that_pays_ends_the_rest_and_one_of_nothing_says_nothing() -> No
 
 def test_the_nodes_of_several_texts_are_one_pool() -> None:
     # Three texts; a position more costs a third of the plain step.
-    costs = StepCosts([1, 3, 12], [1.0, 1.0, 4.0])
+    costs = costs_of([1, 3, 12], [1.0, 1.0, 4.0])
     sure, likely, wild = _chain(0.99, 0.99, 0.99), _chain(0.7, 0.7), _chain(0.1, 0.1)
     assert costs.best_sizes([wild, sure, wild], [0, 0, 0]) == [0, 0, 0]
-    cheap = StepCosts([1, 3, 12], [1.0, 1.0, 1.5])
+    cheap = costs_of([1, 3, 12], [1.0, 1.0, 1.5])
     assert cheap.best_sizes([wild, sure, likely], [0, 0, 0]) == [0, 3, 2]
     assert cheap.best_sizes([wild, sure, DraftTree.empty()], [0, 0, 0]) == [0, 3, 0]
     # A low ratio lowers deep nodes most; what comes after them in their tree waits too.
@@ -185,7 +191,7 @@ def test_the_pool_is_spent_as_by_trying_all_ways(seed: int) -> None:
     chains = [np.cumprod(rng.uniform(0.2, 0.99, rng.integers(0, 5))) for _ in range(3)]
     trees = [_chain(*chain) for chain in chains]
     seconds = np.cumsum(rng.uniform(0.02, 0.5, 16)) + 1.0
-    costs = StepCosts(list(range(1, 17)), seconds)
+    costs = costs_of(list(range(1, 17)), seconds)
 
     def speed(sizes: Sequence[int]) -> float:
         gain = sum(float(chain[:size].sum()) for chain, size in zip(chains, sizes, strict=True))
@@ -197,7 +203,7 @@ def test_the_pool_is_spent_as_by_trying_all_ways(seed: int) -> None:
 
 def test_texts_that_are_padded_take_as_many_positions_as_the_largest_tree() -> None:
     # Nine positions cost no more than three, a tenth is dear.
-    costs = StepCosts([1, 9, 10, 12], [1.0, 1.0, 9.0, 9.0])
+    costs = costs_of([1, 9, 10, 12], [1.0, 1.0, 9.0, 9.0])
     deep, flat = _chain(0.9, 0.9, 0.9, 0.9), _chain(0.3, 0.3, 0.3)
     assert costs.best_sizes([deep, flat, flat], [0, 0, 0]) == [4, 2, 0]
     # Padded, the width of one is that of all, and what fits into it costs nothing.
@@ -205,19 +211,19 @@ def test_texts_that_are_padded_take_as_many_positions_as_the_largest_tree() -> N
 
 
 def test_more_texts_than_costs_are_known_for_are_decoded_plainly() -> None:
-    costs = StepCosts([1, 2], [1.0, 1.0])
+    costs = costs_of([1, 2], [1.0, 1.0])
     assert costs.best_sizes([_chain(0.9)] * 600, [0] * 600) == [0] * 600
 
 
 def test_a_stall_of_the_machine_is_not_learned() -> None:
-    costs = StepCosts([1, 2], [1.0, 1.0])
+    costs = costs_of([1, 2], [1.0, 1.0])
     costs.observe(2, 0, 100.0)
     assert costs.seconds()[1] == 1.0
 
 
 @pytest.mark.slow
 def test_a_target_is_measured_for_every_size_of_tree(tiny_model: object) -> None:
-    costs = StepCosts.measure(Target(tiny_model), max_nodes=12)  # type: ignore[arg-type]
+    costs = StepCosts(measure(Target(tiny_model), max_nodes=12))  # type: ignore[arg-type]
     seconds = costs.seconds()
     assert costs.max_nodes == 12
     assert (seconds > 0).all()
@@ -225,16 +231,14 @@ def test_a_target_is_measured_for_every_size_of_tree(tiny_model: object) -> None
     assert (costs.seconds(1000) >= seconds).all()
 
 
-KEY = {"model": "tiny"}
-
-
-def test_remembered_costs_are_the_same(tmp_path: Path) -> None:
-    costs = StepCosts([1, 2, 4], [1.0, 1.5, 3.0], [0.0, 0.1, 0.2])
-    costs.save(tmp_path / "deeper" / "costs.json", KEY)
-    held = StepCosts.load(tmp_path / "deeper" / "costs.json", KEY, max_nodes=3)
-    assert held is not None
-    assert held.seconds(7).tolist() == costs.seconds(7).tolist()
-    assert [path.name for path in (tmp_path / "deeper").iterdir()] == ["costs.json"]
+def test_costs_are_measured_once_for_a_model_and_a_device(tmp_path: Path, tiny_model: object) -> None:
+    target = Target(tiny_model)  # type: ignore[arg-type]
+    first = load_costs(target, 6, tmp_path / "deeper")
+    again = load_costs(target, 6, tmp_path / "deeper")
+    (path,) = (tmp_path / "deeper").iterdir()
+    assert StepTable.read(path) == first.table == again.table
+    assert again.seconds(100).tolist() == first.seconds(100).tolist()
+    assert load_costs(target, 9, tmp_path / "deeper").max_nodes == 9  # larger trees are measured anew
 
 
 @pytest.mark.parametrize(
@@ -242,29 +246,22 @@ def test_remembered_costs_are_the_same(tmp_path: Path) -> None:
     [
         "",
         "[]",
-        "{}",
-        '{"key": {"model": "other"}, "rows": [1, 4], "base": [1, 2], "slope": [0, 0]}',
-        '{"key": {"model": "tiny"}, "rows": [1, 2], "base": [1, 2], "slope": [0, 0]}',  # of smaller trees
-        '{"key": {"model": "tiny"}, "rows": [1, 4], "base": [1, -2], "slope": [0, 0]}',
-        '{"key": {"model": "tiny"}, "rows": [4, 1], "base": [1, 2], "slope": [0, 0]}',
+        '{"key": {"model": "tiny"}, "rows": [1, 4], "base": [1, 2], "slope": [0, 0]}',  # of reader_rag 0.1
+        '{"format": "reader-rag step costs", "version": 1, "model": "other", "device": "other", "vllm": "", '
+        '"rows": [1], "drafted": [0, 6], "seconds": [[1.0, 2.0]]}',
     ],
 )
-def test_a_file_of_something_else_is_measured_again(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "costs.json"
-    path.write_text(content)
-    assert StepCosts.load(path, KEY, max_nodes=3) is None
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    StepCosts([1, 2], [1.0, 1.0]).save(tmp_path / "file" / "costs.json", KEY)
-    assert [held.name for held in tmp_path.iterdir()] == ["file"]
-
-
-def test_costs_are_measured_once_for_a_model_and_a_device(tmp_path: Path, tiny_model: object) -> None:
+def test_a_file_of_something_else_is_measured_again(tmp_path: Path, content: str, tiny_model: object) -> None:
     target = Target(tiny_model)  # type: ignore[arg-type]
-    first = remembered(target, 6, tmp_path)
-    again = remembered(target, 6, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1
-    assert again.seconds(100).tolist() == first.seconds(100).tolist()
-    assert remembered(target, 9, tmp_path).max_nodes == 9  # larger trees are measured anew
+    measured = load_costs(target, 6, tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(content)
+    costs = load_costs(target, 6, tmp_path)
+    assert (costs.max_nodes, costs.table.model) == (6, measured.table.model)
+    assert StepTable.read(path) == costs.table
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, tiny_model: object) -> None:
+    (tmp_path / "file").write_text("")
+    assert load_costs(Target(tiny_model), 3, tmp_path / "file").max_nodes == 3  # type: ignore[arg-type]
+    assert [held.name for held in tmp_path.iterdir()] == ["file"]
