@@ -103,7 +103,7 @@ class StepTable:
                 _integers(held["rows"]),
                 _integers(held["drafted"]),
                 tuple(tuple(float(value) for value in line) for line in held["seconds"]),
-                *(str(held[name]) for name in _FIELDS),
+                **{name: str(held[name]) for name in _FIELDS},
                 context_seconds=tuple(float(value) for value in held.get("context_seconds", ())),
             )
         except (KeyError, TypeError, ValueError) as cause:
