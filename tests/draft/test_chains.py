@@ -1,4 +1,4 @@
-"""Chains: they follow the best token from place to place, and the best tokens of all rows are verified."""
+"""Chains: they follow the best token from position to position, and the best tokens of all rows are verified."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TestWhatPays:
         dear = StepTable((1,), (0, 1), ((1.0, 3.0),))
         assert drafts(ChainDrafter(1, 8, dear, threads=1), [[1, 2, 3, 4, 5, 6, 1, 2, 3]]) == [[]]
 
-    def test_a_pool_gives_its_places_to_the_most_probable_tokens(self) -> None:
+    def test_a_pool_goes_to_the_most_probable_tokens(self) -> None:
         # The first text repeats seven tokens, the second one. Each position costs a fifth of a plain step.
         costs = StepTable((1, 2), (0, 1), ((1.0, 1.2), (1.0, 1.4)))
         long = [1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 1, 2, 3, 4, 5, 6, 7]
@@ -165,7 +165,7 @@ class TestOtherTexts:
         for kept, expected in ((0, []), (1000, [7, 8, 9])):
             drafter = ChainDrafter(1, 3, FREE, max_ended_tokens=kept, threads=1)
             drafts(drafter, [[1, 2, 6, 7, 8, 9]], came=[4])  # 1 2 is the prompt
-            for token in range(100):  # texts that have nothing in common take its place
+            for token in range(100):  # texts that have nothing in common replace it
                 drafts(drafter, [[50 + token]])
             assert drafts(drafter, [[3, 6]]) == [expected]
             assert drafts(drafter, [[3, 2]]) == [[]]  # a prompt is not kept

@@ -1,4 +1,4 @@
-"""The short-term index finds every earlier place that the end of the sequence repeats, and how long the repeat is."""
+"""The context index finds every earlier occurrence of the end of the sequence, and how long the repeat is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reader_rag.draft import ContextIndex, Occurrence
 from reader_rag.draft.kernels.context import BACKWARD_LIMIT
 
 PLENTY = 1024
-"""More places than any text here has, so that none is left out."""
+"""More matches than any text here has, so that none is left out."""
 
 small_texts = st.one_of(
     st.lists(st.integers(0, 3), max_size=90),
@@ -23,13 +23,13 @@ small_texts = st.one_of(
 
 
 def in_sequence(index: ContextIndex) -> list[tuple[int, int]]:
-    """(position of the next token, match length) of every place in prompt and output."""
-    return [tuple(place) for place in index.sequence_matches.T.tolist()]
+    """(position of the next token, match length) of every match in prompt and output."""
+    return [tuple(match) for match in index.sequence_matches.T.tolist()]
 
 
 def in_passages(index: ContextIndex) -> list[tuple[int, int]]:
-    """(position of the next token, match length) of every place in the added passages."""
-    return [tuple(place) for place in index.passage_matches.T.tolist()]
+    """(position of the next token, match length) of every match in the added passages."""
+    return [tuple(match) for match in index.passage_matches.T.tolist()]
 
 
 def brute_force(corpus: Sequence[int], sequence: Sequence[int]) -> list[tuple[int, int]]:
@@ -149,7 +149,7 @@ def test_a_long_match_outlives_more_recent_short_ones() -> None:
     index = ContextIndex([1, 2, 3, 4, 3, 5, 3, 6, 1, 2], max_occurrences=2)
     assert in_sequence(index) == [(2, 2)]
     index.extend([3])
-    # Token 3 also stands before 7, 5: one of the two places is kept for the match of length 3.
+    # Token 3 also stands before 7, 5: one of the two matches is kept for the match of length 3.
     assert in_sequence(index) == [(7, 1), (3, 3)]
 
 
@@ -166,10 +166,10 @@ def test_with_little_room_every_place_is_still_a_true_one(text: list[int], room:
     true = dict(brute_force(text, text))
     for token in text:
         index.extend([token])
-    places = in_sequence(index)
-    assert len(places) == min(room, len(true))
-    assert places == sorted(places, reverse=True)
-    for position, length in places:
+    matches = in_sequence(index)
+    assert len(matches) == min(room, len(true))
+    assert matches == sorted(matches, reverse=True)
+    for position, length in matches:
         assert min(true[position], BACKWARD_LIMIT) <= length <= true[position]
 
 
@@ -181,7 +181,7 @@ def test_passages_are_searched_besides_the_sequence() -> None:
     index.add_passage("a", [1, 2, 3])
     index.add_passage("b", [5, 2, 6, 2])
     assert index.passages.tolist() == [1, 2, 3, -1, 5, 2, 6, 2, -1]
-    # The last place, position 8, is the end of passage b: nothing can be copied from there.
+    # The last match, position 8, is the end of passage b: nothing can be copied from there.
     assert in_passages(index) == [(8, 1), (6, 1), (2, 2)]
     assert in_sequence(index) == []
     index.extend([6])

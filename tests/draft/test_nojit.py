@@ -17,7 +17,7 @@ from reader_rag.draft.step_table import StepTable
 
 
 def make_trees() -> dict[str, Any]:
-    """Places and trees of a few random texts that repeat themselves, and what was learned of them on the way."""
+    """Matches and trees of a few random texts that repeat themselves, and what was learned of them on the way."""
     random = np.random.default_rng(7)
     prior = random.permuted(np.tile(np.arange(10), (4, 1)), axis=1)[:, :8].astype(np.int32)
     table, calibration = SuccessorTable(32, prior), Calibration()
@@ -39,8 +39,8 @@ def make_trees() -> dict[str, Any]:
         table.learn([2**31 - 1], [2**31 - 2], best[:1])
         trees.append(
             {
-                "places": index.sequence_matches.tolist(),
-                "passage places": index.passage_matches.tolist(),
+                "matches": index.sequence_matches.tolist(),
+                "passage matches": index.passage_matches.tolist(),
                 "tokens": tree.tokens.tolist(),
                 "parents": tree.parents.tolist(),
                 "depths": tree.depths.tolist(),

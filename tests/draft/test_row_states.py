@@ -1,4 +1,4 @@
-"""Rows are recognised by their tokens, whatever happens to their places."""
+"""Rows are recognised by their tokens, whichever rows they move to."""
 
 from __future__ import annotations
 

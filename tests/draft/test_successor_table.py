@@ -267,7 +267,7 @@ def test_a_key_that_takes_anothers_place_starts_anew() -> None:
 def test_a_pair_that_takes_the_place_of_its_own_single_entry_inherits_from_it() -> None:
     table = SuccessorTable(4)
     learn(table, (-1, 6, [1, 2]), (-1, 7, [9]), (-1, 8, [9]), (-1, 9, [9]), (5, 6, [3]))
-    # All four places were taken, and 6's was the oldest.
+    # All four ways were taken, and 6's was the oldest.
     assert table.after(5, 6) == [3, 1, 2]
     assert weights(table, 5, 6) == near([0.55, 0.55 * 0.8 / 3, 0.16 * 0.8 / 3])
     assert table.after(-1, 6) == [3]

@@ -22,7 +22,7 @@ from reader_rag.draft.tree import DATASTORE, SUCCESSOR
 from reader_rag.draft.tree_builder import NO_CANDIDATES, DatastoreCandidates
 
 LINEAR = Scoring(scale=1.0, power=1.0)
-"""A place whose match is L tokens long has L votes; "none of them" has one."""
+"""An occurrence whose match is L tokens long has L votes; "none of them" has one."""
 
 near = partial(pytest.approx, abs=2e-5)
 """Ranks weigh 0.55, 0.16, 0.08, ... rounded to 1/65536."""
@@ -93,7 +93,7 @@ def test_places_that_disagree_make_branches_and_equal_tokens_are_one_node() -> N
     assert tree.tokens.tolist() == [2, 3, 9, 8, 1]
     assert tree.parents.tolist() == [-1, -1, 0, 0, 1]
     assert tree.depths.tolist() == [1, 1, 2, 2, 2]
-    # 2 of 3 + 1 votes and 1 of 3 + 1; below, every place has 2 votes: 2 of 4 + 1 twice after 2, 2 of 2 + 1 after 3.
+    # 2 of 3 + 1 votes and 1 of 3 + 1; below, every occurrence has 2: 2 of 4 + 1 twice after 2, 2 of 2 + 1 after 3.
     assert tree.probabilities.tolist() == pytest.approx([2 / 4, 1 / 4, 2 / 4 * 2 / 5, 2 / 4 * 2 / 5, 1 / 4 * 2 / 3])
 
 
@@ -409,7 +409,7 @@ def test_children_of_accepted_nodes_are_counted_by_cell_and_move_its_rate() -> N
 
 def test_every_sibling_is_counted_and_the_tokens_may_go_on_below_the_tree() -> None:
     builder = linear_builder(max_depth=1, learns=True)
-    # 2 with 2/4 by two places, 3 with 1/4.
+    # 2 with 2/4 by two occurrences, 3 with 1/4.
     builder.build(ContextIndex([5, 1, 2, 8, 1, 2, 9, 1, 3, 1]))
     builder.observe([3, 1, 5])
     assert counted(builder.calibration) == {
@@ -506,11 +506,11 @@ def copy_cell(origin: int, length: int, estimate: float, listed: int, agree: boo
         length: Of the longest match.
         estimate: Uncorrected.
         listed: 0: no successors are known; 1: it is none of them; 2: it is one.
-        agree: Several places propose it.
+        agree: Several occurrences propose it.
     """
-    place = (origin, bisect_left(LENGTHS, length), bisect_left(ESTIMATES, estimate), listed, int(agree))
+    coordinates = (origin, bisect_left(LENGTHS, length), bisect_left(ESTIMATES, estimate), listed, int(agree))
     cell = 0
-    for at, size in zip(place, (4, 9, 10, 3, 2), strict=True):
+    for at, size in zip(coordinates, (4, 9, 10, 3, 2), strict=True):
         cell = cell * size + at
     return cell
 
@@ -533,7 +533,7 @@ class Case(NamedTuple):
     """Seed of random corrections; 0: none."""
     scoring: Scoring
     stored: list[tuple[int, list[int]]]
-    """What the datastore holds behind places: match lengths and tokens."""
+    """What the datastore holds: match lengths and tokens."""
     stride: int = 1
 
 
@@ -590,9 +590,9 @@ class Drafting:
     def children(self, path: Sequence[int]) -> dict[int, Child]:
         """All children of a path from the root, in the order in which equally probable ones are drafted."""
         corpora = (self.index.sequence.tolist(), self.index.passages.tolist(), self.candidates.tokens.tolist())
-        members = [(0, *place) for place in self.index.sequence_matches.T.tolist()]
-        members += [(1, *place) for place in self.index.passage_matches.T.tolist()]
-        members += [(2, *place) for place in self.candidates.matches.T.tolist()]
+        members = [(0, *match) for match in self.index.sequence_matches.T.tolist()]
+        members += [(1, *match) for match in self.index.passage_matches.T.tolist()]
+        members += [(2, *match) for match in self.candidates.matches.T.tolist()]
         depth = len(path)
         groups: dict[int, list[tuple[int, int, int]]] = {}
         for source, position, length in members:
@@ -665,11 +665,11 @@ def ready(case: Case) -> Drafting:
         hits, expected = random.uniform(0.0, 4.0, kernels.CELLS), random.uniform(0.5, 4.0, kernels.CELLS)
         calibration = Calibration(hits, expected, learns=False)
     behind = [[*ids(tokens), -1] for _, tokens in case.stored]
-    places = np.zeros((2, len(behind)), np.int32)
-    places[0] = np.cumsum([0, *map(len, behind)])[:-1]
-    places[1] = [length for length, _ in case.stored]
+    matches = np.zeros((2, len(behind)), np.int32)
+    matches[0] = np.cumsum([0, *map(len, behind)])[:-1]
+    matches[1] = [length for length, _ in case.stored]
     tokens = np.array([token for text in behind for token in text], np.int32)
-    candidates = DatastoreCandidates(tokens, len(tokens), places, len(behind))
+    candidates = DatastoreCandidates(tokens, len(tokens), matches, len(behind))
     return Drafting(index, len(case.prompt), table, calibration, case.scoring, candidates)
 
 
