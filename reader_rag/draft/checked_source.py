@@ -24,7 +24,7 @@ def check_proposal(proposal: Proposal | DraftTree, budget: Budget, vocabulary: i
     Equal tokens under one parent become one node. Nodes deeper than the budget are dropped.
 
     Args:
-        proposal: What the source returned.
+        proposal: What the source returned; of a tree, origins are ignored.
         budget: What it was allowed.
         vocabulary: Number of token ids of the model.
 
@@ -35,7 +35,7 @@ def check_proposal(proposal: Proposal | DraftTree, budget: Budget, vocabulary: i
             0. The message names the node.
     """
     if isinstance(proposal, DraftTree):
-        return proposal.head(budget.max_nodes)
+        proposal = Proposal(proposal.tokens, proposal.parents, np.log(_given_parent(proposal)))
     if not isinstance(proposal, Proposal):
         raise TypeError(f"propose must return a Proposal, not {type(proposal).__name__}")
     tokens, parents = _integers("tokens", proposal.tokens), _integers("parents", proposal.parents)
@@ -89,7 +89,7 @@ class CheckedSource:
         vocabulary: Number of token ids of the model.
 
     Attributes:
-        active: Whether it is still asked.
+        active: Whether it is not switched off.
     """
 
     def __init__(self, source: DraftSource, vocabulary: int) -> None:

@@ -32,7 +32,7 @@ def checked(tokens: Any, parents: Any, probabilities: Any, budget: Budget = BUDG
 
 
 class Toy:
-    """Proposes what it was made with, and notes what it is told."""
+    """Proposes what it was made with, and records every call."""
 
     needs_hidden_states = False
 
@@ -107,6 +107,15 @@ class TestCheckedProposals:
     def test_anything_but_a_proposal_is_refused(self) -> None:
         with pytest.raises(TypeError, match="propose must return a Proposal, not list"):
             check_proposal([1, 2], BUDGET, 10)  # type: ignore[arg-type]
+
+    def test_a_tree_is_checked_like_a_proposal_and_has_no_origins(self) -> None:
+        copied = DraftTree.of([5, 6], [-1, 0], [1, 2], [0.5, 0.4], sources=0, positions=[7, 8])
+        tree = check_proposal(copied, BUDGET, 10)
+        assert tree.probabilities.tolist() == pytest.approx([0.5, 0.4])
+        assert tree.sources.tolist() == [EXTERNAL] * 2
+        assert tree.positions.tolist() == [-1, -1]
+        with pytest.raises(ValueError, match="node 1: 6 is no token id"):
+            check_proposal(copied, BUDGET, 6)
 
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.floats(0.01, 1.0)), max_size=12))
     def test_every_valid_proposal_becomes_a_valid_tree(self, nodes: list[tuple[int, int, float]]) -> None:
