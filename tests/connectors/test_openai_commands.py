@@ -83,7 +83,7 @@ def test_a_truncated_answer_is_reported(script: Script, store: Path, url: str) -
     script.finish_reason = "length"
     script.usage = None
     text = run("ask", "heron?", "--store", store, "--engine", url).stdout
-    assert re.search(r"\nfirst word after \d+\.\d s\nThe answer was cut at the most tokens allowed", text)
+    assert re.search(r"\nfirst word after \d+\.\d s\nThe answer was cut off at --max-tokens", text)
 
 
 def test_the_commands_take_key_and_timeout(
