@@ -51,8 +51,14 @@ def print_table(
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left")
     for row in rows:
-        table.add_row(*("-" if cell is None else cell if isinstance(cell, str) else f"{cell:g}" for cell in row))
+        table.add_row(*map(_cell, row))
     Console(stderr=to_error).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def ratio_line(name: str, ratio: Mapping[str, float | None]) -> str | None:

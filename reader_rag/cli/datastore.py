@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reader_rag.bench.options import Json, TrustRemoteCode
+from reader_rag.bench.output import print_table
 from reader_rag.cli.display.terminal import bytes_progress, output, print_warning, status
 from reader_rag.cli.options import Tenant
 from reader_rag.errors import ConfigError, IngestError
@@ -111,28 +112,24 @@ def stats(datastore: Folder, as_json: Json = False) -> None:
 
     Namespaces are answers/TENANT, passages/TENANT, texts/TENANT and shared.
     """
-    from rich.table import Table
-
     from reader_rag.datastore import Datastore
 
     with Datastore.inspect(datastore) as store:
-        held = _statistics(store)
+        namespaces = _statistics(store)
     if as_json:
-        typer.echo(json.dumps({"namespaces": held}))
+        typer.echo(json.dumps({"namespaces": namespaces}))
         return
-    table = Table("namespace", "documents", "tokens", "files", "removed", "MB", "")
-    for name, row in held.items():
-        notes = ", ".join([*(["shared"] if row["shared"] else []), *row["damaged"]])
-        table.add_row(
+    counts = ("documents", "tokens", "segments", "removed_tokens")
+    rows = (
+        (
             name,
-            str(row["documents"]),
-            str(row["tokens"]),
-            str(row["segments"]),
-            str(row["removed_tokens"]),
+            *(row[count] for count in counts),
             f"{row['bytes'] / 1e6:.1f}",
-            notes,
+            ", ".join([*(["shared"] if row["shared"] else []), *row["damaged"]]),
         )
-    output().print(table)
+        for name, row in namespaces.items()
+    )
+    print_table(None, ("namespace", "documents", "tokens", "files", "removed", "MB", ""), rows)
 
 
 @app.command(epilog="Example: reader-rag datastore verify --datastore ~/drafts")
@@ -321,8 +318,7 @@ def _statistics(store: Datastore) -> dict[str, dict[str, Any]]:
 
 
 def _report(store: Datastore, namespace: str, **more: Any) -> dict[str, Any]:
-    held = store.stats().get(namespace)
-    return {"namespace": namespace, **more, **({} if held is None else asdict(held))}
+    return {"namespace": namespace, **more, **_statistics(store).get(namespace, {})}
 
 
 def _print(report: dict[str, Any], as_json: bool, summary: str) -> None:

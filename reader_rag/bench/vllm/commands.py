@@ -52,9 +52,7 @@ def vllm(
     from reader_rag.bench.vllm.engine import Options as EngineOptions
 
     source, tasks = _tasks(model, prompts, categories, limit, max_model_len, max_tokens)
-    engine = EngineOptions(
-        source, dtype, batch, max_model_len, drafted, _path(datastore), _path(costs), eager, gpu_memory=gpu_memory
-    )
+    engine = EngineOptions(source, dtype, batch, max_model_len, drafted, datastore, costs, eager, gpu_memory=gpu_memory)
     sampling = Sampling(max_tokens, temperature, seed)
     report = compare_vllm(engine, tasks, options.names(methods), sampling, progress())
     print_report(report, as_json, _show)
@@ -95,9 +93,7 @@ def vllm_stress(
             "lower --max-model-len"
         )
     source, tasks = _tasks(model, prompts, categories, limit, max_model_len, max_tokens)
-    engine = EngineOptions(
-        source, dtype, batch, max_model_len, drafted, _path(datastore), _path(costs), eager, gpu_memory=gpu_memory
-    )
+    engine = EngineOptions(source, dtype, batch, max_model_len, drafted, datastore, costs, eager, gpu_memory=gpu_memory)
     plan = StressPlan(requests, aborted, max_tokens, 2 * batch, seed)
     report = stress(engine, cache_tokens, tasks if whole else cut(tasks, seed), plan, progress())
     print_report(report, as_json, _show_stress)
@@ -142,10 +138,6 @@ def vllm_costs(
     table.write(out)
     _show_costs(table)
     typer.echo(out)
-
-
-def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _tasks(

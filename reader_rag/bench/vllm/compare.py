@@ -273,7 +273,7 @@ def machine(options: Options) -> dict[str, Any]:
         "torch": torch.__version__,
         "drafted_at_most": options.drafted,
         "compiled": not options.eager,
-        "costs": options.costs,
+        "costs": None if options.costs is None else str(options.costs),
     }
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from reader_rag.connectors.vllm_args import DEFAULT_DRAFT_TOKENS, PROPOSER, additional_config
@@ -58,8 +59,8 @@ class Options:
     at_once: int = 1
     max_model_len: int = 4096
     drafted: int = DEFAULT_DRAFT_TOKENS
-    datastore: str | None = None
-    costs: str | None = None
+    datastore: str | Path | None = None
+    costs: str | Path | None = None
     eager: bool = False
     cache_tokens: int | None = None
     gpu_memory: float = 0.2
