@@ -121,7 +121,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "Lfm2": COMMON | {"full_attn_idxs": [1]},
     "MiniMax": COMMON | WIDE_HEADS | EXPERTS | {"num_local_experts": 2, "block_size": 8},
 }
-"""Models that keep a state which cannot be rewound: they are decoded plainly."""
+"""Models that keep a state which cannot be rolled back: they are decoded plainly."""
 
 MODELS: dict[str, dict[str, Any]] = TREES | CHAINS | PLAIN
 MIXED_UP: dict[str, dict[str, Any]] = {

@@ -1,19 +1,20 @@
-"""The key/value cache of several texts, one a row, over which one padded forward pass runs.
+"""The key/value cache of a batch of sequences, one in each row, for one padded forward pass of the model.
 
-A layer's keys and values are [rows, heads, columns, width]. Which text lies in which row, and which of its positions in
-which column, is said by a layout that all layers share; masks are made of it. A pass writes behind all that is
-committed, so one that raises loses nothing. Two policies where a pass writes, and when what it left is moved:
+A layer's keys and values are [rows, heads, columns, width]. A `Layout` that all layers share says which sequence has
+which row, and which of its positions is in which column; attention masks are made from it. A pass writes behind all
+committed positions, so one that raises loses nothing. Two policies decide where a pass writes, and when committed
+entries are moved:
 
-offset: every row writes behind its own last position, a scatter; before the next pass what was kept is moved together.
-column: all rows write from one column on, a slice; what was kept stays where it is, and rows that kept less than others
-    have holes. When the columns run out, all rows are moved together (a rearrangement); an entry is then never moved
-    again but by growth.
+offset: every row writes behind its own last position, a scatter. The next pass first moves committed entries together.
+column: all rows write from one column on, a slice. Committed entries stay in place, and rows that committed fewer than
+    others have holes. When the columns run out, all rows are moved together (a rearrangement); after that an entry is
+    moved only when the cache grows.
 
-Columns are allocated anew a quarter beyond the longest text, so that an entry is copied a constant number of times
-however long its text gets. Of what is allocated holds, between all calls,
+A new allocation has a quarter more columns than the longest sequence, so an entry is copied a constant number of times
+however long its sequence gets. Between all calls
 
-    columns <= 1.25 * longest text + widest pass
-    bytes <= (1.25 * longest text + widest pass) * texts * bytes of a position
+    columns <= 1.25 * longest sequence + widest pass
+    bytes <= (1.25 * longest sequence + widest pass) * sequences * bytes of a position
 """
 
 from __future__ import annotations
@@ -37,37 +38,37 @@ from reader_rag.util.out_of_memory import is_out_of_memory
 Policy = Literal["offset", "column"]
 
 ROOM = 1.25
-"""Columns that may be allocated to the longest text's positions; see the module's docstring."""
+"""Most columns allocated for each position of the longest sequence."""
 _TIGHT = 1.125
-"""The same where rows have left, so that the next to leave or join need not move all of them again."""
+"""Columns allocated for each position after rows were freed, so that the next change need not move all rows again."""
 _WORTH = 1 / 16
-"""Of the longest text: a rearrangement that leaves fewer columns free than that grows the columns too."""
+"""Share of the longest sequence: a rearrangement that leaves fewer free columns allocates more columns too."""
 _OFFSET_FROM = 16
 """Texts from which on writing by offset is as fast as by column, for fewer bytes moved: measured on a CPU, where the
 cache and its attention take up to a seventh less by column in smaller batches (docs/batches.md)."""
 
 
 def default_policy(texts: int) -> Policy:
-    """The policy for so many texts."""
+    """The policy for a batch of so many sequences."""
     return "offset" if texts >= _OFFSET_FROM else "column"
 
 
 class BatchCache(Cache):
-    """Keys and values of several texts.
+    """Keys and values of a batch of sequences.
 
-    Its texts are `TreeCache`s, which join with their first common pass and say how much of it is kept as ever.
+    Its sequences are `TreeCache`s. They join with their first common pass, and commit positions as they do alone.
 
     Args:
         layers: Number of layers.
-        policy: See the module's docstring; None: at every pass what `default_policy` says.
+        policy: "offset" or "column"; None: at every pass that of `default_policy`.
 
     Attributes:
-        policy: The one in force; either goes on from what the other left.
-        rows: Rows allocated; those behind `texts` are free.
+        policy: The policy of the last pass; either can follow the other.
+        rows: Rows allocated; those from `texts` on are free.
         columns: Columns allocated.
-        step: The widest pass since it was empty.
-        now: The pass that has begun.
-        bytes_moved: Bytes copied from one place to another: by joining, leaving, growing, committing and rearranging.
+        step: Width of the widest pass since the cache was last empty.
+        now: The pass that is running, or None.
+        bytes_moved: Bytes copied within the cache or into it: by joining, leaving, growing, committing and rearranging.
         rearrangements: How often all rows were rearranged (policy "column").
     """
 
@@ -85,22 +86,22 @@ class BatchCache(Cache):
 
     @property
     def texts(self) -> int:
-        """Texts held."""
+        """Sequences in the cache."""
         return len(self._layout.texts)
 
     @property
     def longest(self) -> int:
-        """Committed positions of the longest text."""
+        """Committed positions of the longest sequence."""
         return int(self._layout.lengths.max(initial=0))
 
     @property
     def most_columns(self) -> int:
-        """Columns that may be allocated; see the module's docstring."""
+        """Most columns that may be allocated for the current sequences."""
         return int(ROOM * self.longest) + self.step
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for keys and values."""
+        """Bytes allocated for keys and values."""
         return sum(layer.nbytes for layer in self.batch_layers)
 
     @property
@@ -110,21 +111,21 @@ class BatchCache(Cache):
         return np.where(entries < 0, np.int32(EMPTY), entries)
 
     def row_of(self, text: TreeCache) -> int:
-        """Where a text lies."""
+        """The row of a sequence."""
         return self._layout.texts.index(weakref.ref(text))
 
     @contextmanager
     def pass_over(self, texts: Sequence[TreeCache], rows: Sequence[int]) -> Iterator[Pass]:
-        """Prepare for a forward pass: what its texts' last passes wrote and did not keep is forgotten.
+        """Prepare a forward pass; what its sequences wrote in their last passes and did not commit is dropped.
 
-        Texts that are not here join. The others stay as they are, what they wrote and did not keep included.
+        Sequences that are not in the cache join. Those without a part in the pass stay as they are.
 
         Args:
-            texts: Each once.
-            rows: Rows of each text's part, which is padded to the most of them.
+            texts: The sequences of the pass, each once.
+            rows: Rows of each; the pass is padded to the largest number.
 
         Raises:
-            IndexError: A text grows beyond what its cache was made for.
+            IndexError: A sequence exceeds the capacity of its `TreeCache`.
         """
         for text, count in zip(texts, rows, strict=True):
             if text.length + count > text.capacity:
@@ -215,13 +216,13 @@ class BatchCache(Cache):
 
     @torch.inference_mode()
     def commit(self, text: TreeCache, rows: Sequence[int]) -> None:
-        """Commit those rows of a text's last pass, in the given order. Nothing is moved yet."""
+        """Commit these rows of a sequence's last pass, in the given order. Nothing is moved yet."""
         with self._lock:
             for layout in self._layouts:
                 layout.commit(weakref.ref(text), rows, text.length)
 
     def leave(self, text: TreeCache) -> None:
-        """Give back a text's row; at once, or when the pass has ended that another thread runs."""
+        """Free a sequence's row: at once, or at the end of the pass that another thread runs."""
         self._left.append(weakref.ref(text))
         if self._lock.acquire(blocking=False):
             try:
@@ -232,7 +233,7 @@ class BatchCache(Cache):
 
     @torch.inference_mode()
     def _sweep(self) -> None:
-        """Give back the rows of texts that have left, and of those that nobody holds any more."""
+        """Free the rows of sequences that left or were garbage collected."""
         left = [self._left.pop() for _ in range(len(self._left))]
         gone = [text for text in self._layout.texts if text in left or text() is None]
         if not gone:
@@ -251,7 +252,7 @@ class BatchCache(Cache):
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            # All still lies somewhere; the next pass tries again.
+            # No entry is lost; the next pass tries again.
 
     def _tighten(self, layout: Layout, longest: int) -> None:
         """Take a layout, and give back columns and rows where more is allocated than its longest text may have."""
@@ -264,7 +265,7 @@ class BatchCache(Cache):
 
     @torch.inference_mode()
     def set_committed(self, text: TreeCache, length: int) -> None:
-        """Take the first `length` columns of a text's row for its committed positions, whatever they hold."""
+        """Treat the first `length` columns of a sequence's row as its committed positions, whatever they contain."""
         with self._lock:
             row = self.row_of(text)
             for layout in self._layouts:
@@ -278,10 +279,10 @@ class BatchCache(Cache):
 
     @torch.inference_mode()
     def states(self, text: TreeCache, start: int, stop: int) -> States:
-        """See `TreeCache.states`."""
+        """Copies of the keys and values of committed positions `start` to `stop - 1` of a sequence."""
         with self._lock:
             return [layer.states_of(weakref.ref(text), start, stop) for layer in self.batch_layers]
 
     def bytes_of(self, text: TreeCache) -> int:
-        """Bytes held for a text: its share."""
+        """Bytes allocated for a sequence: an equal share."""
         return self.nbytes // max(self.texts, 1)

@@ -1,8 +1,7 @@
-"""Keys and values of the beginnings of texts, kept for texts that begin the same.
+"""The prefix cache: keys and values of sequences, reused by later sequences with the same prefix.
 
-A system prompt, the turns of a chat so far, the same passages in the same order: what was read of them once need not be
-read again. Texts are cut into blocks of a fixed number of tokens, and a block hangs below the block that it follows, so
-that what texts share is held once.
+Typical prefixes are a system prompt, the previous turns of a chat, and the same passages in the same order. A sequence
+is stored as a path of blocks of a fixed number of tokens in a tree, so a shared prefix is stored once.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from reader_rag.util.out_of_memory import is_out_of_memory
 
 
 class Restorable(Protocol):
-    """A cache whose first positions can be copied out of it and into another."""
+    """A KV cache whose first positions can be copied to another one."""
 
     def states(self, start: int, stop: int) -> States:
-        """See `TreeCache.states`."""
+        """Copies of the keys and values of positions `start` to `stop - 1`."""
 
     def restore(self, blocks: Sequence[States]) -> None:
-        """See `TreeCache.restore`."""
+        """Fill an empty cache with the states of consecutive blocks."""
 
 
 class _Block:
-    """Some tokens behind the tokens of the blocks above.
+    """A node of the tree: tokens that follow those of its ancestors.
 
     Attributes:
-        tenant: Whose text it is.
+        tenant: Tenant of the sequence.
         key: Its tokens as bytes.
-        siblings: All blocks, by key, that follow the same text; it is one of them.
+        siblings: The children of its parent by key, itself included.
         states: Its keys and values.
-        nbytes: Bytes of them.
+        nbytes: Bytes of its keys and values.
         children: The blocks that follow it, by key.
     """
 
@@ -53,27 +52,27 @@ class _Block:
 
 
 class PrefixCache:
-    """The beginnings of texts, by tenant. Not for several threads at once.
+    """Cached prefixes by tenant. Not thread-safe.
 
-    A block is found by its tenant and by all tokens up to its end, each compared with those stored, never by a hash
-    alone: a block is either that of the very same text or not found. Nothing that one tenant asked is found for
-    another, so that how fast an answer comes says nothing of others' texts.
+    A block is found by its tenant and by all tokens up to its end, which are compared with the stored ones, never by a
+    hash alone. Blocks of one tenant are never found for another, so the time to the first token reveals nothing about
+    other tenants' prompts.
 
-    What was used longest ago is dropped first, a block always before the one that it follows.
+    The least recently used block is evicted first, and a block always before its parent.
 
     Args:
-        max_bytes: Most bytes of keys and values held; with less than a block takes, nothing is.
+        max_bytes: Most bytes of keys and values stored; with fewer than a block takes, nothing is stored.
         block: Tokens of a block.
 
     Attributes:
-        nbytes: Bytes of keys and values held.
-        asked_tokens: Tokens of all prompts asked for.
-        reused_tokens: Those of them that were found.
+        nbytes: Bytes of keys and values stored.
+        asked_tokens: Tokens of all prompts that were looked up.
+        reused_tokens: Prompt tokens that were found.
 
     Example:
-        With blocks of two tokens, [1, 2, 3, 4, 5] is kept as [1, 2] and [3, 4] below it. For [1, 2, 3, 9, 9] the first
-        is found; for [3, 4, 5] nothing, since other tokens come before; for [1, 2, 3, 4] only [1, 2], since a token
-        must be left to read: its logits say how the text goes on.
+        With blocks of two tokens, [1, 2, 3, 4, 5] is stored as [1, 2] with the child [3, 4]. For [1, 2, 3, 9, 9] the
+        first is found; for [3, 4, 5] nothing, since other tokens come before; for [1, 2, 3, 4] only [1, 2], since at
+        least one token is left for prefill, whose logits choose the next one.
     """
 
     def __init__(self, max_bytes: int, block: int) -> None:
@@ -83,24 +82,24 @@ class PrefixCache:
         self.asked_tokens = 0
         self.reused_tokens = 0
         self._first: dict[str, dict[bytes, _Block]] = {}
-        # Used longest ago first. A path is always used as a whole, its end before its beginning, so that every block
-        # stands behind all blocks that follow it, and the first of all has none.
+        # Least recently used first. A path is always used as a whole, its end first, so every block comes after its
+        # descendants, and the first block of the order is a leaf.
         self._order: OrderedDict[_Block, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Blocks held."""
+        """Number of stored blocks."""
         return len(self._order)
 
     def restore(self, tenant: str, token_ids: Sequence[int] | NDArray[np.integer], cache: Restorable) -> int:
-        """Begin a cache with the longest beginning of a prompt that is held.
+        """Fill an empty KV cache with the longest cached prefix of a prompt.
 
         Args:
-            tenant: Whose prompt it is.
+            tenant: Tenant of the prompt.
             token_ids: All of the prompt; its last token is never restored.
             cache: An empty one.
 
         Returns:
-            Positions restored; the next token to read is the one there.
+            Positions restored; prefill goes on with the token at that index.
         """
         path = self._path(tenant, self._keys(token_ids[:-1]))
         if path:
@@ -111,12 +110,12 @@ class PrefixCache:
         return len(path) * self.block
 
     def insert(self, tenant: str, token_ids: Sequence[int] | NDArray[np.integer], cache: Restorable) -> None:
-        """Copy out of a cache what is not held yet, as far as there is room for a beginning.
+        """Store the blocks of a sequence that are not stored yet, as many of the first ones as fit.
 
         Args:
-            tenant: Whose text it is.
-            token_ids: The text; tokens behind its last whole block are left out.
-            cache: Its committed positions are at least those of the text.
+            tenant: Tenant of the sequence.
+            token_ids: The sequence; tokens after its last whole block are ignored.
+            cache: KV cache of the sequence; at least so many positions are committed.
         """
         keys = self._keys(token_ids)
         path = self._path(tenant, keys)
@@ -133,20 +132,20 @@ class PrefixCache:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            # The answer itself has all the memory that it needs; only the next one would have begun sooner.
+            # The running sequence has its memory; only a later prefill would have been shorter.
             for block in reversed(path[held:]):
                 self._drop(block)
             del path[held:]
         finally:
-            self._use(path)  # whatever happened: no block may stand before one that follows it
+            self._use(path)  # also after an error: no block may come before its descendants in the order
 
     def forget(self, tenant: str) -> None:
-        """Drop all that is held of a tenant's texts."""
+        """Drop all blocks of a tenant."""
         for block in [block for block in self._order if block.tenant == tenant]:
             self._drop(block)
 
     def clear(self) -> None:
-        """Drop all that is held; for a model whose weights were changed."""
+        """Drop all blocks, for example after the model's weights changed."""
         self._first.clear()
         self._order.clear()
         self.nbytes = 0
@@ -158,7 +157,7 @@ class PrefixCache:
         return [tokens[at : at + self.block].tobytes() for at in range(0, whole, self.block)]
 
     def _path(self, tenant: str, keys: Sequence[bytes]) -> list[_Block]:
-        """The blocks held of a text, from its first on."""
+        """The stored blocks of a sequence, from its first on."""
         path: list[_Block] = []
         following = self._first.get(tenant, {})
         for key in keys:
@@ -174,7 +173,7 @@ class PrefixCache:
             self._order.move_to_end(block)
 
     def _make_room(self, nbytes: int, used: int) -> bool:
-        """Drop others until so many bytes fit; whether they do while the last `used` blocks of the order stay."""
+        """Evict blocks until so many bytes fit; False if that needs one of the last `used` blocks of the order."""
         if nbytes > self.max_bytes:
             return False
         while self.nbytes + nbytes > self.max_bytes:
@@ -185,7 +184,7 @@ class PrefixCache:
 
     def _add(self, block: _Block) -> None:
         block.siblings[block.key] = block
-        self._first.setdefault(block.tenant, block.siblings)  # the siblings of a text's first block, or there already
+        self._first.setdefault(block.tenant, block.siblings)  # a new dictionary of first blocks, or the one there
         self._order[block] = None
         self.nbytes += block.nbytes
 

@@ -1,7 +1,7 @@
-"""The preallocated key/value cache of one sequence: write a tree, keep a path.
+"""The preallocated key/value cache of one sequence: write a tree, commit a path.
 
 `transformers` calls `past_key_values.update(keys, values, layer)` on any `Cache`, so one made of our own layers works
-with unpatched models. Every layer holds all positions, sliding ones too: what a query may see is said by the mask.
+with unpatched models. Every layer stores all positions, sliding ones too: the mask limits what a query attends to.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ holds nothing of its own, or one pair for all layers of a cache `in_one_piece`."
 class TreeLayer(CacheLayerMixin):
     """Keys and values of one layer, [batch, heads, capacity, width], the first `length` of them committed.
 
-    A forward pass writes its positions behind the committed ones and attends to both. What it wrote is forgotten by
-    the next pass unless `commit` commits it.
+    A forward pass writes its positions behind the committed ones and attends to both. The next pass overwrites them
+    unless `commit` commits them.
 
     Args:
         capacity: Most positions, committed and written.
@@ -90,7 +90,7 @@ class TreeLayer(CacheLayerMixin):
         self.length += count
 
     def drop(self) -> None:
-        """Give back keys and values; what is committed lies elsewhere, or is wanted no more."""
+        """Free keys and values: they were moved to a batch, or are no longer needed."""
         self.keys = self.values = None
         self.is_initialized = False
 
@@ -115,22 +115,22 @@ class TreeLayer(CacheLayerMixin):
 
 
 class SharedCache(Protocol):
-    """Where keys and values of a text lie among those of others; see `BatchCache`."""
+    """A cache of several sequences that holds keys and values of a `TreeCache`: `BatchCache`."""
 
     def commit(self, text: TreeCache, rows: Sequence[int]) -> None:
-        """Commit those rows of the text's last pass."""
+        """Commit these rows of the sequence's last pass."""
 
     def leave(self, text: TreeCache) -> None:
-        """Give back what is held for the text."""
+        """Free what is allocated for the sequence."""
 
     def set_committed(self, text: TreeCache, length: int) -> None:
-        """See `TreeCache.set_committed`."""
+        """Treat the first `length` positions of the sequence as committed, whatever they contain."""
 
     def bytes_of(self, text: TreeCache) -> int:
-        """Bytes held for the text."""
+        """Bytes allocated for the sequence."""
 
     def states(self, text: TreeCache, start: int, stop: int) -> States:
-        """See `TreeCache.states`."""
+        """Copies of the keys and values of committed positions `start` to `stop - 1`."""
 
 
 class TreeCache(Cache):
@@ -141,9 +141,9 @@ class TreeCache(Cache):
         capacity: Most positions: prompt, output and one tree.
 
     Attributes:
-        capacity: As given.
-        batch: Where keys and values lie once the text is decoded together with others; its layers then hold nothing but
-            the number of committed positions. None: they lie in its layers.
+        capacity: Most positions.
+        batch: The cache that has the keys and values once the sequence is decoded in a batch; its own layers then have
+            the number of committed positions only. None: its layers have them.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
@@ -217,10 +217,10 @@ class TreeCache(Cache):
 
     @torch.inference_mode()
     def restore(self, blocks: Sequence[States]) -> None:
-        """Begin an empty cache with the states of the first positions of another of the same model.
+        """Fill an empty cache with copies of the first positions of another cache of the same model.
 
         Args:
-            blocks: One behind the other.
+            blocks: Copies made by `states`, of consecutive positions from 0 on.
         """
         assert self.length == 0
         for block in blocks:
@@ -236,20 +236,20 @@ class TreeCache(Cache):
                 layer.length += count
 
     def set_committed(self, length: int) -> None:
-        """Take the first `length` positions for committed, whatever they hold; for timing."""
+        """Treat the first `length` positions as committed, whatever they contain; for timing."""
         if self.batch is not None:
             self.batch.set_committed(self, length)
         for layer in self.tree_layers:
             layer.length = length
 
     def show(self, positions: int | None) -> None:
-        """Make the next passes attend over that many positions, whatever they hold; None: over what was written."""
+        """Make the next passes attend over so many positions, whatever they contain; None: over those written."""
         for layer in self.tree_layers:
             layer.shown = positions
 
     @torch.inference_mode()
     def commit(self, rows: list[int]) -> None:
-        """Commit those positions of the last forward pass, in the given order.
+        """Commit positions of the last forward pass, in the given order; the others are dropped.
 
         Args:
             rows: Indexes into the pass's input.
@@ -278,7 +278,7 @@ class TreeCache(Cache):
             layer.commit(index, len(rows))
 
     def release(self) -> None:
-        """Give back all that is held, at once; the text is not decoded any further."""
+        """Free all memory at once; the sequence is decoded no further."""
         if self.batch is not None:
             self.batch.leave(self)
             self.batch = None

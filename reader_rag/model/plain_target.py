@@ -52,7 +52,7 @@ class PlainCache:
         """
         read = len(self.tokens) - self.length
         if rows != list(range(read)):
-            raise ValueError(f"a state cannot be rewound: {rows} of {read} positions")
+            raise ValueError(f"a state cannot be rolled back: {rows} of {read} positions")
         self.length += read
 
     def release(self) -> None:

@@ -55,7 +55,7 @@ def select_target(
     model = _inner(model, name)
     if keeps_state(model):
         kind = getattr(model.config, "model_type", type(model).__name__)
-        return _plain(model, name, f"{kind} models keep a state that cannot be rewound")
+        return _plain(model, name, f"{kind} models keep a state that cannot be rolled back")
     why = _make_masked(model, name)
     if not why:
         target, why = _tried(lambda: Target(model, None, forward), verifies_trees, "the tree mask or the positions")

@@ -1,6 +1,6 @@
-"""One forward pass of the target over a draft tree, on unpatched `transformers` models.
+"""Verifies draft trees in one forward pass of the target, on unpatched `transformers` models.
 
-On the CPU, models of a known shape are computed by `CpuForward` instead of their own `forward`.
+On the CPU, models of known classes are computed by `CpuForward` instead of their own `forward`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from reader_rag.model.fixed_shape import FixedShape
 from reader_rag.model.interface import LogitsCallback, Reuse, Step, last_of
 
 PREFILL_CHUNK = 512
-"""Prompt tokens per forward pass; bounds what the attention mask and the activations of a long prompt take."""
+"""Prompt tokens of a prefill pass; bounds the memory of the attention mask and the activations."""
 
 _REUSED = 64
-"""Positions that are reused together where any number of them may be."""
+"""Positions of a block of the prefix cache where rounding sets no other size."""
 
 _MASKED_BACKENDS = {"sdpa": torch.bool, "eager": None}
 """Attention backends that take a 4-D mask, and its dtype; None: the model's, added to the scores."""
@@ -50,7 +50,7 @@ class Target:
         fixed: As given; None with `cpu`, whose rows are independent of each other in any shape.
 
     Raises:
-        UnsupportedModelError: The model keeps state that cannot be rewound, or its attention takes no tree mask.
+        UnsupportedModelError: The model keeps state that cannot be rolled back, or its attention takes no tree mask.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Target:
         self.config: Any = model.config.get_text_config(decoder=True)
         kind = getattr(self.config, "model_type", type(model).__name__)
         if keeps_state(model):
-            raise UnsupportedModelError(f"{kind} models keep a state that cannot be rewound")
+            raise UnsupportedModelError(f"{kind} models keep a state that cannot be rolled back")
         self._branches = branches
         self.pads = self.cpu is None and branches and self.fixed is None
         self.shares = self.pads or self.cpu is not None
@@ -100,14 +100,14 @@ class Target:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """How often keys and values of a batch were rearranged so far, and the bytes moved for whatever reason."""
+        """How often the cache of a batch was rearranged so far, and the bytes moved in it for any reason."""
         return self._batch.rearrangements, self._batch.bytes_moved
 
     def deepest(self, root: int) -> int | None:
         """Longest path that may be drafted when the root stands at `root`; None: any.
 
-        Some rotary encodings turn by other angles from a position on, and a pass that reaches it does so for all its
-        rows. In fixed shapes, plain decoding must attend to all of a chain's positions in the same shape.
+        Some rotary encodings use other angles from a position on, in all rows of a pass that reaches it. In fixed
+        shapes, plain decoding must attend to all of a chain's positions in the same shape.
         """
         if self.fixed is not None:
             return self.fixed.longest_chain(root)
@@ -116,18 +116,18 @@ class Target:
         return None
 
     def reuse(self, *, strict: bool) -> Reuse | None:
-        """What may be reused for texts that begin the same; None: nothing.
+        """What sequences with the same prefix may reuse of each other; None: nothing.
 
-        In the compiled loops a row has the same bits in whatever chunk it is read, or verified. PyTorch's rounding
-        goes by the shape of a pass, so that there only whole chunks of a prompt keep the bits: what follows them is
-        then read in the chunks that it would be read in anyhow. That is held to in strict mode, and in 16 bits
-        wherever the loops decode, because there drafted and plain answers are the same in fast mode too.
+        In the compiled loops a row has the same bits in any prefill chunk and in any draft. PyTorch's rounding depends
+        on the shape of a pass, so there only whole chunks of a prompt keep the bits: the rest is then computed in the
+        same chunks as without reuse. Reuse is limited to them in strict mode, and in 16 bits wherever the compiled
+        loops decode, because there drafted and plain answers are the same in fast mode too.
 
         Args:
             strict: Whether no bit may differ.
         """
         if any(hasattr(module, "merged_adapters") for module in self.model.modules()):
-            return None  # an adapter may be exchanged at any time, and what it made of a text is another's no more
+            return None  # an adapter may be exchanged at any time, which invalidates keys and values
         if self.cpu is not None and self.cpu.prefills_faster:
             return Reuse(self.cpu.chunk, before=self._switch)
         if strict or (self.cpu is not None and self.cpu.dtype != torch.float32):
@@ -142,14 +142,19 @@ class Target:
         return TreeCache(self.config.num_hidden_layers, capacity)
 
     def cache_bytes(self, positions: int, max_nodes: int) -> int:
-        """Bytes that a cache of `new_cache` takes; as the configuration says until a first text was read."""
+        """Bytes that a cache of `new_cache` takes; computed from the configuration until a first prefill."""
         return self._capacity(positions, max_nodes) * self._position_bytes
 
     def _capacity(self, positions: int, max_nodes: int) -> int:
         return positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
 
     def prefill(self, token_ids: Sequence[int], cache: TreeCache, seen: LogitsCallback | None = None) -> torch.Tensor:
-        """Commit a prompt; all chunks of `prefill_chunks`, whose arguments these are.
+        """Commit a prompt.
+
+        Args:
+            token_ids: [length], at least one token.
+            cache: Extended by `length` positions.
+            seen: Called for each chunk.
 
         Returns:
             Logits after the last token, [1, vocabulary].
@@ -163,7 +168,7 @@ class Target:
 
         Args:
             token_ids: [length], at least one token.
-            cache: Extended by `length` positions; of a text that was not decoded together with others yet.
+            cache: Extended by `length` positions; of a sequence that is not in a batch yet.
             seen: Called for each chunk, with logits after all its tokens that rank the next ones right (a model may
                 scale or cap them still); not called on a model that gives no more than its last logits. The logits
                 returned are computed as they are without it, to the last bit.
@@ -172,13 +177,13 @@ class Target:
             Logits after the last token of a chunk, [1, vocabulary].
 
         Raises:
-            ValueError: The text lies among others already.
+            ValueError: The sequence is in a batch.
         """
         if cache.batch is not None:
-            raise ValueError("a text that is decoded together with others reads no more prompt")
+            raise ValueError("no prefill is possible for a sequence in a batch")
         tokens = np.array(token_ids, np.int64)
         size = PREFILL_CHUNK
-        # One pass over a text that reaches the switch turns all of it by the angles behind it, as a chunk does not.
+        # One pass over a prompt that reaches the switch uses the angles behind it for all rows; chunks would not.
         if self._switch is not None and cache.length < self._switch < cache.length + len(tokens):
             size = len(tokens)
         if self.cpu is not None and self.cpu.prefills_faster:
@@ -243,13 +248,13 @@ class Target:
 
     @torch.inference_mode()
     def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
-        """Verify the drafts of several texts, in one pass where the model can.
+        """Verify the drafts of several sequences, in one pass where the model can.
 
         Args:
-            steps: Each with a cache of its own; see `verify`.
+            steps: At least one, each with a cache of its own.
 
         Returns:
-            For each what `verify` returns.
+            For each the logits that `verify` returns.
         """
         if self.cpu is not None:
             return self.cpu([Rows.of_tree(step.root, step.tree, step.cache) for step in steps])
@@ -257,7 +262,7 @@ class Target:
             return [self.verify(step.root, step.tree, step.cache) for step in steps]
         if self._switch is None:
             return self._verify_together(steps)
-        # A text behind the switch would turn those before it by its angles.
+        # A sequence behind the switch would make the others use its angles.
         logits: dict[int, torch.Tensor] = {}
         for behind in (False, True):
             group = [n for n, step in enumerate(steps) if (step.cache.length >= self._switch) == behind]
@@ -266,7 +271,7 @@ class Target:
         return [logits[n] for n in range(len(steps))]
 
     def _verify_together(self, steps: Sequence[Step]) -> list[torch.Tensor]:
-        """`verify_batch` in one padded pass; the texts join the batch and stay there until they are released."""
+        """`verify_batch` in one padded pass; the sequences join the batch and stay in it until they are released."""
         widths = [len(step.tree) + 1 for step in steps]
         with self._batch.pass_over([step.cache for step in steps], widths) as now:
             ordered = [steps[n] for n in now.order]
@@ -278,7 +283,7 @@ class Target:
         return [logits[row, : widths[n]] for n, row in enumerate(np.argsort(now.order))]
 
     def _is_windowed(self, root: int) -> bool:
-        """Whether a layer does not show all of the text to a root there.
+        """Whether the window of some layer excludes a part of the sequence for a root at this position.
 
         Some models leave that to their own cache, which forgets, and have no such mask of their own.
         """
@@ -333,7 +338,7 @@ class Target:
 def _padded(root: int, tree: DraftTree, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Tokens [width], depths [width] and who sees whom [width, width] of a root and a tree, padded.
 
-    A padding row repeats the root's token, sees itself, and is seen by nobody else.
+    A padding row repeats the root's token, attends to itself, and no other row attends to it.
     """
     rows = len(tree) + 1
     tokens, depths = np.full(width, root, np.int64), np.zeros(width, np.int64)
@@ -357,7 +362,7 @@ def _outputs(module: torch.nn.Module | None, outputs: list[torch.Tensor]) -> Ite
 
 
 def keeps_state(model: PreTrainedModel) -> bool:
-    """Whether the model says of itself that it keeps a state which cannot be rewound."""
+    """Whether the model says of itself that it keeps a state which cannot be rolled back."""
     config: Any = model.config.get_text_config(decoder=True)
     return bool(getattr(model, "_is_stateful", False)) or not hasattr(config, "num_hidden_layers")
 
@@ -388,7 +393,7 @@ def _position_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def _switch_of_rotation(config: Any) -> int | None:
-    """The position from which on "longrope" turns by other angles; None for other encodings."""
+    """The position from which "longrope" uses other angles; None for other encodings."""
     rotation: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [rotation] if "rope_type" in rotation else [kind for kind in rotation.values() if isinstance(kind, dict)]
     switches = [int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"]

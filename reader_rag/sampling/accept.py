@@ -16,11 +16,11 @@ def accept_path(
         tree: The verified draft.
         target: The token that the target emits after a node (-1: the root). Called once per visited node, from the
             root down, so a sampled token is drawn once and kept.
-        ends: Told each emitted token, in order, before anything is asked about the next; whether the text ends with it.
+        ends: Called with each emitted token, in order, before the next one is chosen; True if the answer ends with it.
 
     Returns:
         The accepted nodes, and the emitted tokens: theirs and the target's own after the last of them. With m nodes
-        accepted, m + 1 tokens are emitted, or m if the text ends with the last of them.
+        accepted, m + 1 tokens are emitted, or m if the answer ends with the last of them.
     """
     accepted: list[int] = []
     emitted: list[int] = []

@@ -32,7 +32,11 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 _BOUNDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 _BOUNDS = _BOUNDS.astype(np.float32)
-"""float32 [256, 8]: what bounds the scores of eight tokens, by their bits; much faster than a mask of booleans."""
+"""float32 [256, 8]: upper bounds of the scores of eight tokens, by the bits of their mask.
+
+`llguidance.numpy.apply_token_bitmask_inplace` gives the same scores in 157 us instead of 21 us (49,152 tokens, one
+thread), and `llguidance.torch` compiles its kernel with a C++ compiler at the first call.
+"""
 
 
 def _llguidance() -> ModuleType:

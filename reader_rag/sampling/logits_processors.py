@@ -1,4 +1,4 @@
-"""What changes a token's scores before it is chosen, by the processors of `transformers` and two of OpenAI's."""
+"""Logits processors of an answer: those of `transformers`, OpenAI's penalties, and the caller's own."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def make_processors(
     given: Sequence[Processor] = (),
     last: Sequence[Processor] = (),
 ) -> list[Processor]:
-    """Everything that changes the scores of one answer, in the order of `transformers`' `generate`.
+    """All logits processors of one answer, in the order of `transformers`' `generate`.
 
     Args:
         generation: The settings.
@@ -155,10 +155,10 @@ def _bad_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def private(processors: Sequence[Any], criteria: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Copies for one answer, so that what a processor remembers of one answer never reaches another.
+    """Deep copies for one answer, so that no state of a processor reaches another answer.
 
-    What several of them share they share as copies too. Models and tokenizers are not copied, nor can plain functions
-    be: what these remember is their caller's.
+    Objects that several of them share are shared by the copies too. Models, tokenizers and plain functions are not
+    copied.
 
     Args:
         processors: Logits processors.
@@ -196,7 +196,11 @@ def _listed(objects: Any, kind: str) -> Sequence[Any]:
 
 
 def _find_shared(held: Any, memo: dict[int, Any], visited: set[int]) -> None:
-    """Put models and tokenizers that `held` refers to, however deep, into the memo of a copy: they stay themselves."""
+    """Put models and tokenizers that `held` refers to, at any depth, into the memo of `copy.deepcopy`, as themselves.
+
+    `copy.deepcopy` has no hook that leaves out objects of a class, and pickling with a `persistent_id`, which has one,
+    refuses lambdas and local functions.
+    """
     if id(held) in visited or isinstance(held, (str, bytes, int, float, torch.Tensor)):
         return
     visited.add(id(held))

@@ -557,7 +557,7 @@ def test_texts_are_verified_in_one_pass_and_one_alone_stays_where_it_is(monkeypa
     assert pairs[0].among.batch is None
     target.verify_batch([Step(5, random_tree(n, n, VOCABULARY), pair.among) for n, pair in enumerate(pairs)])
     assert passes == [(1, 5), (3, 3)]
-    with pytest.raises(ValueError, match="reads no more prompt"):
+    with pytest.raises(ValueError, match="no prefill is possible"):
         target.prefill([1], pairs[0].among)
 
 

@@ -383,7 +383,7 @@ def test_a_state_takes_nothing_back() -> None:
     with pytest.raises(ValueError, match="2 drafted tokens for a model that cannot verify any"):
         target.verify(5, DraftTree.from_chain([6, 7]), cache)
     target.verify(5, DraftTree.empty(), cache)
-    with pytest.raises(ValueError, match="a state cannot be rewound"):
+    with pytest.raises(ValueError, match="a state cannot be rolled back"):
         cache.commit([])
 
 

@@ -104,7 +104,7 @@ def test_a_target_for_trees_refuses_what_takes_no_tree_mask() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="the attention backend 'flash_attention_2' takes no tree mask"):
         Target(model)
-    with pytest.raises(UnsupportedModelError, match="mamba models keep a state that cannot be rewound"):
+    with pytest.raises(UnsupportedModelError, match="mamba models keep a state that cannot be rolled back"):
         Target(make_model("Mamba"))
     with pytest.raises(UnsupportedModelError, match="minimax models have layers of kind 'linear_attention'"):
         Target(make_model("MiniMax"))
