@@ -33,7 +33,7 @@ from reader_rag.model.select_target import Drafting, select_reuse, select_target
 from reader_rag.model.step_costs import StepCosts, load_costs
 from reader_rag.model.weights_cache import cache_folder
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
-from reader_rag.sampling.logits_processors import make_processors, private
+from reader_rag.sampling.logits_processors import copy_processors, make_processors
 from reader_rag.sampling.sampler import Processor, Sampler, make_sampler
 
 _UNKNOWN_WINDOW = 1 << 20
@@ -357,7 +357,9 @@ class Engine:
                 "shorten it, or retrieve fewer passages (--top-k)"
             )
         generation = generation or SamplingParams()
-        processors, criteria = private(options.get("logits_processor", ()), options.get("stopping_criteria", ()))
+        processors, criteria = copy_processors(
+            options.get("logits_processor", ()), options.get("stopping_criteria", ())
+        )
         sampler, constraint = options.get("sampler"), None
         if sampler is None:
             constraint = self._constraint(prompt, generation)

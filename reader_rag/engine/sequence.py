@@ -236,7 +236,7 @@ class DecodeSequence:
         assert state is not None
         if self.learns:
             state.learn(self.root, tree, logits, fetched)
-        highest = None if fetched is None else fetched.highest
+        highest = None if fetched is None else fetched.argmax
         target = self.asked.sampler(Verified(logits, tree, state.index.sequence, highest))
         accepted, emitted = accept_path(tree, lambda node: target(node + 1), self._take)
         rows = [0, *(node + 1 for node in accepted)]

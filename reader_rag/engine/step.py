@@ -13,7 +13,7 @@ from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.observer import StepReport
 from reader_rag.engine.sequence import DecodeSequence
 from reader_rag.model.interface import Step
-from reader_rag.sampling.topk import TopK, fetch
+from reader_rag.sampling.topk import TopK, fetch_top_k
 from reader_rag.util.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -124,5 +124,5 @@ def _pass_over(
     engine: Engine, steps: Mapping[DecodeSequence, Step]
 ) -> dict[DecodeSequence, tuple[torch.Tensor, TopK | None]]:
     logits = engine.target.verify_batch(list(steps.values()))
-    known = fetch(logits, learns=any(request.learns for request in steps))
+    known = fetch_top_k(logits, learns=any(request.learns for request in steps))
     return dict(zip(steps, zip(logits, known, strict=True), strict=True))

@@ -154,7 +154,7 @@ def _bad_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
     return spelled
 
 
-def private(processors: Sequence[Any], criteria: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def copy_processors(processors: Sequence[Any], criteria: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Deep copies for one answer, so that no state of a processor reaches another answer.
 
     Objects that several of them share are shared by the copies too. Models, tokenizers and plain functions are not

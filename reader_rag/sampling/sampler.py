@@ -81,7 +81,7 @@ _FEW = 4
 """Where fewer than one in so many tokens are possible, noise is made for these alone: its logarithms take time."""
 
 
-class Processed:
+class ProcessedSampler:
     """The most probable token, or a draw, after processors have changed the scores.
 
     `argmax(log p + g)` with Gumbel noise g is a draw from p. The noise is a function of (seed, position) alone, from a
@@ -170,8 +170,8 @@ def make_sampler(generation: SamplingParams, processors: Sequence[Any] = ()) -> 
         processors: All that change the scores, in order; see `processors.make_processors`.
     """
     if generation.temperature == 0.0:
-        return Processed(processors) if processors else greedy
+        return ProcessedSampler(processors) if processors else greedy
     seed = generation.seed
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-    return Processed(processors, seed)
+    return ProcessedSampler(processors, seed)

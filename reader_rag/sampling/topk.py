@@ -23,15 +23,15 @@ class TopK:
     """What is asked of the logits of every pass.
 
     Attributes:
-        highest: [rows], the most probable token of each; of equal ones, the first.
+        argmax: [rows], the most probable token of each; of equal ones, the first.
         best: int32 [rows, BEST], see `top_tokens`; None: not asked for.
     """
 
-    highest: list[int]
+    argmax: list[int]
     best: NDArray[np.int32] | None
 
 
-def fetch(passes: Sequence[torch.Tensor], *, learns: bool) -> list[TopK | None]:
+def fetch_top_k(passes: Sequence[torch.Tensor], *, learns: bool) -> list[TopK | None]:
     """What is asked of the passes of several texts, from an accelerator in one transfer for all.
 
     Each transfer waits until all that was asked of the device is done; of the texts of a batch, that would be two each.
@@ -45,11 +45,11 @@ def fetch(passes: Sequence[torch.Tensor], *, learns: bool) -> list[TopK | None]:
     """
     if not passes or passes[0].device.type == "cpu":
         return [None] * len(passes)
-    return list(fetched(passes, learns=learns))
+    return list(rank_passes(passes, learns=learns))
 
 
-def fetched(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[TopK]:
-    """`fetch`, wherever the logits are."""
+def rank_passes(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[TopK]:
+    """`fetch_top_k`, wherever the logits are."""
     ranked = [_ranked(group[0] if len(group) == 1 else torch.cat(group), learns) for group in _groups(passes)]
     tokens = torch.cat(ranked).to("cpu", torch.int32).numpy()
     highest = tokens[:, 0].tolist()

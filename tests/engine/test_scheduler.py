@@ -40,7 +40,7 @@ from reader_rag.engine.scheduler import Scheduler
 from reader_rag.engine.stream import ScheduledStream
 from reader_rag.errors import BatchError, BusyError, ConfigError, PromptError
 from reader_rag.model import target as step_module
-from reader_rag.sampling.topk import fetched
+from reader_rag.sampling.topk import rank_passes
 
 TEXTS = (
     "the cat sat on the mat and the cat sat on the hat",
@@ -170,7 +170,9 @@ class TestAnswers:
         fetches: bool,
     ) -> None:
         if fetches:  # as where the logits are on an accelerator
-            monkeypatch.setattr(batch_module, "fetch", lambda passes, learns: list(fetched(passes, learns=learns)))
+            monkeypatch.setattr(
+                batch_module, "fetch_top_k", lambda passes, learns: list(rank_passes(passes, learns=learns))
+            )
         engine = make_engine(max_rows=rows, forward=forward)
         asked = [(engine.encode(text), generation) for text in TEXTS for generation in ASKED]
         streams = [engine.submit(prompt, generation) for prompt, generation in asked]

@@ -12,7 +12,7 @@ import torch
 
 from reader_rag.draft import DraftTree
 from reader_rag.sampling.accept import accept_path
-from reader_rag.sampling.sampler import Processed, Verified
+from reader_rag.sampling.sampler import ProcessedSampler, Verified
 
 DRAWS = 30_000
 FAR = 0.0075
@@ -35,7 +35,7 @@ Draw = Callable[[int], tuple[int, int]]
 
 def plain(seed: int, length: int = 4) -> tuple[int, int]:
     """Two steps of plain decoding."""
-    select = Processed([], seed)
+    select = ProcessedSampler([], seed)
     text = np.zeros(length, np.int32)
     first = select(Verified(FIRST.log()[None], DraftTree.empty(), text))(0)
     second = select(Verified(SECOND[first].log()[None], DraftTree.empty(), np.append(text, np.int32(first))))(0)
@@ -44,7 +44,7 @@ def plain(seed: int, length: int = 4) -> tuple[int, int]:
 
 def drafted(seed: int) -> tuple[int, int]:
     """A step that drafts `TREE`, and a plain one if it emitted one token only."""
-    select = Processed([], seed)
+    select = ProcessedSampler([], seed)
     text = np.zeros(4, np.int32)
     target = select(Verified(LOGITS, TREE, text))
     _, emitted = accept_path(TREE, lambda node: target(node + 1))
@@ -58,12 +58,12 @@ def drafts_favoured(seed: int) -> tuple[int, int]:
     """Wrong by 0.0125: one draft in forty is accepted unasked, a token that would have come in half of the cases."""
     if seed % 40:
         return drafted(seed)
-    return 1, Processed([], seed)(Verified(LOGITS, TREE, np.zeros(4, np.int32)))(1)
+    return 1, ProcessedSampler([], seed)(Verified(LOGITS, TREE, np.zeros(4, np.int32)))(1)
 
 
 def noise_used_twice(seed: int) -> tuple[int, int]:
     """Wrong: the second token's noise is that of the first."""
-    select = Processed([], seed)
+    select = ProcessedSampler([], seed)
     text = np.zeros(4, np.int32)
     first = select(Verified(FIRST.log()[None], DraftTree.empty(), text))(0)
     return first, select(Verified(SECOND[first].log()[None], DraftTree.empty(), text))(0)

@@ -54,7 +54,7 @@ from reader_rag.config.grammar import Grammar
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ConfigError, GrammarError
-from reader_rag.sampling.logits_processors import OpenAIPenalties, TopP, make_processors, private
+from reader_rag.sampling.logits_processors import OpenAIPenalties, TopP, copy_processors, make_processors
 
 TEXT = "the cat and the dog and the cat and the dog in the of and the cat"
 TOKENS = 40
@@ -320,7 +320,7 @@ def test_streams_read_in_turn_share_no_state(engine: Engine, prompt: Prompt) -> 
 def test_copies_share_models_and_tokenizers_however_deep(tiny_model: LlamaForCausalLM, tiny_tokenizer: Any) -> None:
     given = OWN["guidance"](3, tiny_model)
     given.held = {"words": [tiny_tokenizer]}
-    [copied], _ = private([given], [])
+    [copied], _ = copy_processors([given], [])
     assert copied is not given
     assert copied.model is tiny_model
     assert copied.held is not given.held
@@ -337,7 +337,7 @@ def test_what_several_share_they_share_as_copies() -> None:
             return len(self.lengths) > 3
 
     given = Counter()
-    [first, again], [criterion] = private([given, given], [given.count])
+    [first, again], [criterion] = copy_processors([given, given], [given.count])
     assert first is again is criterion.__self__ is first.act.__self__
     assert first is not given
 

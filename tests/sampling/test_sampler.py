@@ -12,7 +12,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from reader_rag.config import SamplingParams
 from reader_rag.draft import DraftTree
 from reader_rag.errors import ConfigError
-from reader_rag.sampling.sampler import Processed, Processor, Verified, greedy, gumbel, make_sampler
+from reader_rag.sampling.sampler import ProcessedSampler, Processor, Verified, greedy, gumbel, make_sampler
 
 LOGITS = torch.tensor([1.0, 0.0, 2.0, -1.0, 1.5])
 DRAWS = 8_000
@@ -25,7 +25,7 @@ def after(logits: torch.Tensor, length: int) -> Verified:
     return Verified(logits[None], DraftTree.empty(), np.zeros(length, np.int32))
 
 
-def draws(sampler: Processed, logits: torch.Tensor, positions: range) -> list[int]:
+def draws(sampler: ProcessedSampler, logits: torch.Tensor, positions: range) -> list[int]:
     return [sampler(after(logits, position))(0) for position in positions]
 
 
@@ -44,8 +44,8 @@ def test_greedy_takes_the_best_token_of_every_row_and_of_equal_ones_the_first() 
 def test_settings_choose_the_selector() -> None:
     assert make_sampler(SamplingParams()) is greedy
     assert make_sampler(SamplingParams(top_k=3, top_p=0.5, seed=1)) is greedy
-    assert isinstance(make_sampler(SamplingParams(), [lambda ids, scores: scores]), Processed)
-    assert isinstance(make_sampler(SamplingParams(temperature=0.1)), Processed)
+    assert isinstance(make_sampler(SamplingParams(), [lambda ids, scores: scores]), ProcessedSampler)
+    assert isinstance(make_sampler(SamplingParams(temperature=0.1)), ProcessedSampler)
 
 
 # Prefixes
@@ -70,7 +70,7 @@ def test_processors_get_a_rows_prefix_and_a_copy_of_its_logits_in_float32() -> N
         seen.append((ids.tolist(), scores.dtype, scores.clone()))
         return scores.fill_(0.0)
 
-    token = Processed([spoil])(Verified(logits, DraftTree.from_chain([4, 5]), np.array([1, 2], np.int32)))
+    token = ProcessedSampler([spoil])(Verified(logits, DraftTree.from_chain([4, 5]), np.array([1, 2], np.int32)))
     assert [token(0), token(2)] == [0, 0]
     assert [ids for ids, _, _ in seen] == [[[1, 2]], [[1, 2, 4, 5]]]
     assert {dtype for _, dtype, _ in seen} == {torch.float32}
@@ -85,14 +85,14 @@ def test_processors_are_applied_in_order() -> None:
     def ban_the_best(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.masked_fill(scores > 3.5, -torch.inf)
 
-    assert Processed([double, ban_the_best])(after(LOGITS, 1))(0) == 4
-    assert Processed([ban_the_best, double])(after(LOGITS, 1))(0) == 2
+    assert ProcessedSampler([double, ban_the_best])(after(LOGITS, 1))(0) == 4
+    assert ProcessedSampler([ban_the_best, double])(after(LOGITS, 1))(0) == 2
 
 
 @pytest.mark.parametrize("wrong", [lambda ids, scores: scores[0], lambda ids, scores: None])
 def test_a_processor_that_returns_no_scores_is_named(wrong: Processor) -> None:
     with pytest.raises(ConfigError, match=r"logits processor function must return scores of shape \(1, 5\), not"):
-        Processed([wrong])(after(LOGITS, 1))(0)
+        ProcessedSampler([wrong])(after(LOGITS, 1))(0)
 
 
 # Noise
@@ -124,7 +124,7 @@ def test_the_noise_has_the_gumbel_distribution() -> None:
 
 def test_a_draw_depends_on_its_logits_seed_and_position_not_on_its_row() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
-    sampler = Processed([], seed=5)
+    sampler = ProcessedSampler([], seed=5)
     tree = DraftTree.of([1, 2, 1, 2, 1], [-1, -1, 0, 0, 2], [1, 1, 2, 2, 3], [0.5, 0.4, 0.3, 0.2, 0.1])
     together = sampler(Verified(logits, tree, np.zeros(10, np.int32)))
     alone = [sampler(after(logits[k], position))(0) for k, position in enumerate([10, 11, 11, 12, 12, 13])]
@@ -133,7 +133,7 @@ def test_a_draw_depends_on_its_logits_seed_and_position_not_on_its_row() -> None
 
 
 def test_draws_are_pinned() -> None:
-    assert draws(Processed([], seed=0), LOGITS, range(12)) == [4, 2, 4, 2, 2, 2, 4, 4, 0, 2, 0, 2]
+    assert draws(ProcessedSampler([], seed=0), LOGITS, range(12)) == [4, 2, 4, 2, 2, 2, 4, 4, 0, 2, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_draws_are_pinned() -> None:
     ],
 )
 def test_draws_have_the_targets_distribution(warpers: list[Processor]) -> None:
-    sampler = Processed(warpers, seed=11)
+    sampler = ProcessedSampler(warpers, seed=11)
     exact = sampler.scores(after(LOGITS, 1), 0).softmax(-1)
     assert distance(lambda position: sampler(after(LOGITS, position))(0), exact) < FAR
 
@@ -161,7 +161,7 @@ def test_the_check_of_the_distribution_catches_a_wrong_rule() -> None:
         return int((LOGITS.numpy() + noise).argmax())
 
     def temperature_ignored(position: int) -> int:
-        return Processed([], seed=11)(after(LOGITS, position))(0)
+        return ProcessedSampler([], seed=11)(after(LOGITS, position))(0)
 
     assert distance(uniform_noise, exact) > FAR
     assert distance(temperature_ignored, (LOGITS / 0.8).softmax(-1)) > FAR
@@ -171,12 +171,12 @@ def test_the_check_of_the_distribution_catches_a_wrong_rule() -> None:
 def test_noise_for_the_possible_tokens_alone_is_the_same_noise(possible: int) -> None:
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     logits[torch.randperm(1000, generator=torch.Generator().manual_seed(2))[possible:]] = -torch.inf
-    perturbed = Processed([], seed=6).perturbed(after(logits, 12), 0)
+    perturbed = ProcessedSampler([], seed=6).perturbed(after(logits, 12), 0)
     assert torch.equal(perturbed, logits + torch.from_numpy(gumbel(6, 12, 1000)))
 
 
 def test_a_low_temperature_takes_the_best_token() -> None:
-    assert set(draws(Processed([TemperatureLogitsWarper(0.001)], seed=2), LOGITS, range(200))) == {2}
+    assert set(draws(ProcessedSampler([TemperatureLogitsWarper(0.001)], seed=2), LOGITS, range(200))) == {2}
 
 
 def test_without_a_seed_every_call_draws_another() -> None:
@@ -187,5 +187,5 @@ def test_without_a_seed_every_call_draws_another() -> None:
 
 
 def test_sixteen_bit_logits_are_drawn_from_in_float32() -> None:
-    sampler, half = Processed([TopPLogitsWarper(0.9)], seed=4), LOGITS.to(torch.bfloat16)
+    sampler, half = ProcessedSampler([TopPLogitsWarper(0.9)], seed=4), LOGITS.to(torch.bfloat16)
     assert draws(sampler, half, range(50)) == draws(sampler, half.float(), range(50))

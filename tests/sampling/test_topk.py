@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from reader_rag.sampling.topk import fetch, fetched, top_tokens
+from reader_rag.sampling.topk import fetch_top_k, rank_passes, top_tokens
 
 INF = float("inf")
 
@@ -153,22 +153,22 @@ def test_what_is_fetched_together_is_what_each_pass_says_alone(
 ) -> None:
     passes = [distinct(count, vocabulary, seed=k).to(dtype) for k, count in enumerate(rows)]
     for learns in (True, False):
-        together = list(fetched(passes, learns=learns))
+        together = list(rank_passes(passes, learns=learns))
         assert len(together) == len(passes)
         for found, logits in zip(together, passes, strict=True):
-            assert found.highest == logits.argmax(-1).tolist()
+            assert found.argmax == logits.argmax(-1).tolist()
             assert (found.best is not None) == learns
             assert found.best is None or found.best.tolist() == top_tokens(logits).tolist()
 
 
 def test_of_equally_probable_tokens_the_first_is_the_highest() -> None:
-    (found,) = fetched([torch.tensor([[1.0, 3.0, 3.0, 0.0]])], learns=True)
-    assert found.highest == [1]
+    (found,) = rank_passes([torch.tensor([[1.0, 3.0, 3.0, 0.0]])], learns=True)
+    assert found.argmax == [1]
 
 
 def test_nothing_is_fetched_from_main_memory() -> None:
-    assert fetch([distinct(1, 9), distinct(2, 9)], learns=True) == [None, None]
-    assert fetch([], learns=True) == []
+    assert fetch_top_k([distinct(1, 9), distinct(2, 9)], learns=True) == [None, None]
+    assert fetch_top_k([], learns=True) == []
 
 
 # Against sorting

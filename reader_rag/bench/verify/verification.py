@@ -14,7 +14,7 @@ from reader_rag.bench.report import machine
 from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Prompt, first_difference
-from reader_rag.sampling.sampler import Processed, Sampler, Verified
+from reader_rag.sampling.sampler import ProcessedSampler, Sampler, Verified
 
 _TENANT = "verify"
 
@@ -101,7 +101,7 @@ class _Watch:
         self.margins: list[float] = []
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
-        processed = self._sampler if isinstance(self._sampler, Processed) else None
+        processed = self._sampler if isinstance(self._sampler, ProcessedSampler) else None
         choose = self._sampler(verified)
 
         def token(row: int) -> int:
