@@ -104,11 +104,11 @@ def _trace(row: dict[str, Any]) -> Trace:
     if not prompt:
         raise ValueError("prompt is empty")
     passages = []
-    for held in row.get("passages", ()):
-        start, stop = held.get("start", 0), held.get("stop")
+    for passage in row.get("passages", ()):
+        start, stop = passage.get("start", 0), passage.get("stop")
         if stop is not None and not 0 <= start < stop <= len(prompt):
-            raise ValueError(f"passage {held['id']} has no tokens {start}..{stop} in a prompt of {len(prompt)}")
-        passages.append(TracePassage(str(held["id"]), start, stop, _token_ids(held.get("tokens", ()))))
+            raise ValueError(f"passage {passage['id']} has no tokens {start}..{stop} in a prompt of {len(prompt)}")
+        passages.append(TracePassage(str(passage["id"]), start, stop, _token_ids(passage.get("tokens", ()))))
     return Trace(str(row["id"]), str(row["category"]), prompt, output, tuple(passages))
 
 

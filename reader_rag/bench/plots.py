@@ -24,11 +24,11 @@ def plot_reliability(bins: Sequence[Mapping[str, float]], path: Path) -> None:
     """
     figure, axes = _figure()
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="as predicted")
-    most = max((float(held["nodes"]) for held in bins), default=1.0)
+    most = max((float(one["nodes"]) for one in bins), default=1.0)
     axes.scatter(
-        [held["predicted"] for held in bins],
-        [held["observed"] for held in bins],
-        s=[12 + 240 * (float(held["nodes"]) / most) ** 0.5 for held in bins],
+        [one["predicted"] for one in bins],
+        [one["observed"] for one in bins],
+        s=[12 + 240 * (float(one["nodes"]) / most) ** 0.5 for one in bins],
         color="tab:blue",
         alpha=0.8,
         label="drafted nodes whose parent was accepted",

@@ -66,8 +66,8 @@ def calibrate_datastore(traces: Sequence[Trace], best: Best, profile: Profile | 
         ConfigError: `base` cannot be read or is of another version.
     """
     try:
-        with np.load(base, allow_pickle=False) as held:
-            hits, expected = held["hits"], held["expected"]
+        with np.load(base, allow_pickle=False) as arrays:
+            hits, expected = arrays["hits"], arrays["expected"]
     except Exception as cause:  # a damaged zip file raises a dozen kinds
         raise ConfigError(f"cannot read {base}: {cause}") from cause
     if hits.shape != (kernels.CELLS,) or expected.shape != hits.shape:

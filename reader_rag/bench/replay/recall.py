@@ -63,11 +63,11 @@ def measure_recall(
         upper bound of the gain.
     """
     with answers_in_datastore(known, asked) as store:
-        held = store.stats().get(answers_of(""))
+        stats = store.stats().get(answers_of(""))
         runs = [replay(asked, config, best, profile, datastore=used) for used in (store, None)]
     return {
-        "documents": held.documents if held else 0,
-        "tokens": held.tokens if held else 0,
+        "documents": stats.documents if stats else 0,
+        "tokens": stats.tokens if stats else 0,
         "categories": {
             category: {
                 "with": tally.summary(),
