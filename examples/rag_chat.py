@@ -3,7 +3,15 @@
 import sys
 from pathlib import Path
 
-from reader_rag import FaissStore, LocalEmbedding, ReaderError, ReaderLLM, ingest, make_chat_engine
+from reader_rag import (
+    FaissStore,
+    LocalEmbedding,
+    ReaderError,
+    ReaderLLM,
+    configure_threads,
+    ingest,
+    make_chat_engine,
+)
 
 
 def main(folder: Path) -> None:
@@ -12,6 +20,7 @@ def main(folder: Path) -> None:
     Args:
         folder: The documents; the store is made next to this folder.
     """
+    configure_threads()  # before torch is imported
     store_dir = folder.with_name(f"{folder.name}-store")
     embed_model = LocalEmbedding("minilm")
     report = ingest([folder], store_dir, embed_model=embed_model)

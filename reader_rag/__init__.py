@@ -6,24 +6,22 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from reader_rag.util import moved
 
-# Every thread that computes has a team of OpenMP threads of its own: an engine's, and one that embeds a question, say.
-# As soon as there are more of them than cores, GNU OpenMP lets them sleep between any two loops, and waking them takes
-# longer than the loops of a small model. This lets them wait a little longer; it has to be said before PyTorch is
-# loaded. The other two are the ordinary values, which "active" would else replace by "for ever".
-if sys.platform == "linux" and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-    os.environ |= {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
-
 moved.install()
 
 if TYPE_CHECKING:
-    from reader_rag.config import DatastoreConfig, DraftConfig, SamplingParams
-    from reader_rag.config.grammar import Grammar
+    from reader_rag.config import (
+        BatchConfig,
+        DatastoreConfig,
+        DraftConfig,
+        EngineConfig,
+        Grammar,
+        SamplingParams,
+    )
+    from reader_rag.config.threads import configure_threads
     from reader_rag.engine.engine import Engine
     from reader_rag.errors import ReaderError
     from reader_rag.llm import ReaderLLM
@@ -35,31 +33,37 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchConfig",
+    "DatastoreConfig",
     "DraftConfig",
     "Engine",
+    "EngineConfig",
     "FaissStore",
-    "SamplingParams",
     "Grammar",
     "LocalEmbedding",
     "ReaderError",
     "ReaderLLM",
-    "DatastoreConfig",
+    "SamplingParams",
     "__version__",
+    "configure_threads",
     "ingest",
     "make_chat_engine",
     "make_query_engine",
 ]
 
 _MODULES = {
+    "BatchConfig": "reader_rag.config",
+    "DatastoreConfig": "reader_rag.config",
     "DraftConfig": "reader_rag.config",
     "Engine": "reader_rag.engine.engine",
+    "EngineConfig": "reader_rag.config",
     "FaissStore": "reader_rag.rag.stores.faiss_store",
-    "SamplingParams": "reader_rag.config",
-    "Grammar": "reader_rag.config.grammar",
+    "Grammar": "reader_rag.config",
     "LocalEmbedding": "reader_rag.rag.embedding",
     "ReaderError": "reader_rag.errors",
     "ReaderLLM": "reader_rag.llm",
-    "DatastoreConfig": "reader_rag.config",
+    "SamplingParams": "reader_rag.config",
+    "configure_threads": "reader_rag.config.threads",
     "ingest": "reader_rag.rag.ingest",
     "make_chat_engine": "reader_rag.rag.engines",
     "make_query_engine": "reader_rag.rag.engines",

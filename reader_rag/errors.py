@@ -42,6 +42,14 @@ class PromptError(ReaderError, ValueError):
     """A prompt that cannot be answered: empty, or longer than the model's context."""
 
 
+class ForkError(ReaderError):
+    """This process was forked after a model was loaded; models must be loaded in each worker process."""
+
+
+class NestedCallError(ReaderError):
+    """A logits processor or stopping criterion called the engine that runs it."""
+
+
 class BusyError(ReaderError):
     """The engine has as much to do as it may; ask again later."""
 

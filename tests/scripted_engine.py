@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from reader_rag.config import BatchConfig, DraftConfig, SamplingParams
+from reader_rag.config import DraftConfig, EngineConfig, SamplingParams
 from reader_rag.engine.outputs import Chunk, CopiedSpan, Generation, Passage, Prompt, Stats
 from reader_rag.errors import PromptError
 
@@ -60,13 +60,9 @@ class ScriptedEngine:
     fails_at: int | None = None
     name: str = "scripted"
     context_window: int = 4096
-    exactness: str = "fast"
-    forward: str = "auto"
-    batch: BatchConfig = field(default_factory=BatchConfig)
+    config: EngineConfig = field(default_factory=EngineConfig)
     prefix_bytes: int = 0
-    recall: None = None
     model: Any = field(default_factory=lambda: SimpleNamespace(dtype="torch.float32", device="cpu"))
-    draft: DraftConfig = field(default_factory=DraftConfig)
 
     def __post_init__(self) -> None:
         self.calls: list[Call] = []
@@ -133,6 +129,11 @@ class ScriptedStream(Iterator[Chunk], AsyncIterator[Chunk]):
         if chunk is None:
             raise StopAsyncIteration
         return chunk
+
+    def finish(self) -> Generation:
+        for _ in self:
+            pass
+        return self.result
 
     def close(self) -> None:
         self.closed.set()

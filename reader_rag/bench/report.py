@@ -52,7 +52,7 @@ def machine(engine: Engine) -> dict[str, Any]:
     return {
         "model": engine.name,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "exactness": engine.exactness,
+        "exactness": engine.config.exactness,
         "drafting": engine.drafting,
         "quantized": bool(getattr(engine.model, "is_quantized", False)),
         "forward": "compiled" if engine.target.cpu is not None else "torch",

@@ -22,6 +22,7 @@ from reader_rag.cli.ingest import ingest
 from reader_rag.cli.models import app as models_app
 from reader_rag.cli.verify import verify
 from reader_rag.cli.vllm_args import vllm_args
+from reader_rag.config.threads import configure_threads
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -69,6 +70,7 @@ def root(
 
 def main() -> None:
     """Entry point of `reader-rag`."""
+    configure_threads()
     app(prog_name="reader-rag")
 
 

@@ -56,13 +56,19 @@ def profile_model(
     are good too. The default model has one. It takes minutes for a small model on a CPU.
     """
     from reader_rag.engine.engine import Engine
-    from reader_rag.engine.profiling import make_profile
+    from reader_rag.model.successor_profile import make_profile
     from reader_rag.model.weights_cache import cache_folder
 
     with status(f"loading {name}"):
         engine = Engine.load(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     with status("profiling") as say:
-        profile = make_profile(engine, lambda done, of: say(f"profiled {done} of {of} tokens"))
+        profile = make_profile(
+            engine.target,
+            engine.tokenizer,
+            name=engine.name,
+            drafting=engine.drafting,
+            progress=lambda done, of: say(f"profiled {done} of {of} tokens"),
+        )
     path = out or cache_folder() / "profiles" / f"{profile.vocabulary[:16]}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
     profile.save(path)

@@ -11,7 +11,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -134,14 +134,17 @@ def unknown_argument(name: str, known: typing.Iterable[str]) -> str:
     return f"unknown argument {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
 
 
-@functools.cache
-def _fields(cls: type[Settings]) -> dict[str, tuple[Any, Setting]]:
+def _read_fields(cls: type[Settings]) -> dict[str, tuple[Any, Setting]]:
     annotations = typing.get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
         assert _KEY in field.metadata, f"{cls.__name__}.{field.name} is not defined by setting()"
         found[field.name] = (annotations[field.name], field.metadata[_KEY])
     return found
+
+
+_fields: Callable[[Any], dict[str, tuple[Any, Setting]]] = functools.cache(_read_fields)
+"""A class's settings: name to (type, range and documentation)."""
 
 
 def _fits(value: Any, annotation: Any, about: Setting) -> bool:

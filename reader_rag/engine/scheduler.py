@@ -1,7 +1,7 @@
-"""Continuous batching: requests of any threads share the steps of one worker thread.
+"""Continuous batching: requests of any threads are decoded by one worker thread.
 
-Between two steps requests join and leave. A step is one chunk of one prompt, if any is to be read, and one verified
-draft of every answer, so a long prompt delays the others by one chunk at a time.
+Between two steps requests join and leave. A step is one chunk of one prompt, if any is to be prefilled, and one
+verified draft of every running sequence, so a long prompt delays the others by one chunk at a time.
 """
 
 from __future__ import annotations
@@ -9,32 +9,36 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-import traceback
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
 from reader_rag.config import BatchConfig
+from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.observer import Load, Outcome
 from reader_rag.engine.outputs import Chunk
-from reader_rag.engine.sequence import DecodeSequence, Request
-from reader_rag.engine.step import advance
-from reader_rag.engine.stream import Delivery, ScheduledStream
-from reader_rag.errors import BusyError, ConfigError
+from reader_rag.engine.request import Request
+from reader_rag.engine.sequence import DecodeSequence
+from reader_rag.engine.step import run_step
+from reader_rag.engine.stream import Delivery, GenerationStream, for_reader
+from reader_rag.errors import BusyError, ConfigError, NestedCallError
 from reader_rag.kv_cache.batch_cache import ROOM
-
-if TYPE_CHECKING:
-    from reader_rag.engine.engine import Engine
 
 _ROWS_ON_CPU, _ROWS_ELSEWHERE = 8, 32
 _SHARE_OF_FREE_MEMORY = 0.5
 _IDLE_S = 10.0
-"""After so long without a request the worker thread ends; the next request starts another."""
+"""Seconds without a request after which the worker thread ends; the next request starts another."""
+_CROWDED = 1.5
+"""Growth of a step by one node a sequence from which on prompts teach nothing: what good drafts gain in tokens."""
+
+ResultT = TypeVar("ResultT")
 
 _running: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 _closed_at_exit = threading.Lock()
@@ -42,7 +46,7 @@ _closed_at_exit = threading.Lock()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that is in the middle of a step when the interpreter goes would crash it."""
+    """End all worker threads: one in the middle of a step would crash the interpreter as it shuts down."""
     with _closed_at_exit:
         running = list(_running)
     for scheduler in running:
@@ -51,16 +55,23 @@ def _close_all() -> None:
 
 @dataclass(eq=False)
 class _Row:
-    """A request, from when it was submitted until it has ended."""
+    """A request from when it is submitted until it has ended.
 
-    request: DecodeSequence
+    Attributes:
+        sequence: Its state.
+        delivery: Where its chunks go.
+        submitted: `time.monotonic()` of when it was submitted.
+        patient: Whether it waits in the queue without limit.
+    """
+
+    sequence: DecodeSequence
     delivery: Delivery
     submitted: float
     patient: bool
 
 
 class _Queue:
-    """Requests that wait: tenants in turn, the requests of a tenant in the order they came."""
+    """Requests that wait for a place in the batch: tenants in turn, the requests of a tenant in order."""
 
     def __init__(self) -> None:
         self._by_tenant: OrderedDict[str, deque[_Row]] = OrderedDict()
@@ -73,108 +84,149 @@ class _Queue:
             yield from rows
 
     def append(self, row: _Row) -> None:
-        self._by_tenant.setdefault(row.request.asked.tenant, deque()).append(row)
+        self._by_tenant.setdefault(row.sequence.request.tenant, deque()).append(row)
 
     def first(self) -> _Row | None:
-        """Whose turn it is."""
+        """The next request to be admitted."""
         return next(iter(self), None)
 
-    def remove(self, row: _Row, *, had_its_turn: bool = False) -> None:
-        """Take a request out; where it had its tenant's turn, the next one waits until all others had theirs."""
-        tenant = row.request.asked.tenant
+    def remove(self, row: _Row, *, admitted: bool = False) -> None:
+        """Take a request out; if it was admitted, its tenant's next one waits until every other tenant had a turn."""
+        tenant = row.sequence.request.tenant
         rows = self._by_tenant[tenant]
         rows.remove(row)
-        if had_its_turn:
+        if admitted:
             self._by_tenant.move_to_end(tenant)
         if not rows:
             del self._by_tenant[tenant]
 
 
 class Scheduler:
-    """Decodes the requests of all threads together.
+    """Decodes the requests of all threads on one worker thread.
 
-    Room for a request's prompt and longest answer is reserved before it begins, so none is ever put back. A request
-    that waits for room is not overtaken by smaller ones.
+    Memory for a request's prompt and longest answer is reserved before it is admitted, so none is ever preempted. A
+    request that waits for memory is not overtaken by smaller ones.
 
     Args:
-        engine: What decodes; others may use it too, between the steps.
-        limits: How many requests are decoded at once, and how long others wait.
+        context: What decoding uses of the engine.
+        limits: How many sequences are decoded at once, and how long others wait.
+        prefix_bytes: Most bytes of the prefix cache, which lie beside the sequences' KV caches.
 
     Attributes:
-        limits: As given.
+        limits: As given; they may be replaced at any time.
     """
 
-    def __init__(self, engine: Engine, limits: BatchConfig) -> None:
-        self._engine = engine
+    def __init__(self, context: DecodeContext, limits: BatchConfig, prefix_bytes: int) -> None:
+        self._context = context
         self.limits = limits
+        self._prefix_bytes = prefix_bytes
         self._changed = threading.Condition()
-        self._telling = threading.RLock()
+        self._reporting = threading.RLock()
         self._waiting = _Queue()
         self._rows: list[_Row] = []
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closing = False
         self._worker: threading.Thread | None = None
-        self._most_bytes: int | None = limits.max_cache_bytes
+        self._available_bytes: int | None = None
+        self._reported_moves = (0, 0)
 
     @property
     def max_rows(self) -> int:
-        """Most answers in the making at once."""
+        """Most sequences that are decoded at once."""
         if self.limits.max_rows is not None:
             return self.limits.max_rows
-        return _ROWS_ON_CPU if self._engine.target.device.type == "cpu" else _ROWS_ELSEWHERE
+        return _ROWS_ON_CPU if self._context.target.device.type == "cpu" else _ROWS_ELSEWHERE
 
     @property
     def max_cache_bytes(self) -> int:
-        """Most bytes of keys and values at once."""
-        if self._most_bytes is None:
-            free = _free_bytes(self._engine.target.device) - self._engine.prefix_bytes
-            self._most_bytes = max(int(_SHARE_OF_FREE_MEMORY * free), 1)
-        return self._most_bytes
+        """Most bytes of their keys and values."""
+        if self.limits.max_cache_bytes is not None:
+            return self.limits.max_cache_bytes
+        if self._available_bytes is None:
+            free = _free_bytes(self._context.target.device) - self._prefix_bytes
+            self._available_bytes = max(int(_SHARE_OF_FREE_MEMORY * free), 1)
+        return self._available_bytes
 
     @property
     def load(self) -> Load:
-        """What it is busy with."""
+        """Running and waiting requests, and the memory that is reserved."""
         with self._changed:
-            return self._load()
+            return Load(len(self._rows), len(self._waiting), self._bytes_of(self._rows))
 
     @property
-    def is_here(self) -> bool:
-        """Whether this is its own thread, which cannot wait for itself."""
+    def _on_worker(self) -> bool:
+        """Whether this is the worker thread, which cannot wait for itself."""
         return threading.current_thread() is self._worker
 
-    def submit(self, asked: Request, *, patient: bool = False) -> ScheduledStream:
-        """Have a request decoded; never waits.
+    def submit(self, request: Request, *, patient: bool = False) -> GenerationStream:
+        """Queue a request; never waits.
 
         Args:
-            asked: What it is asked for.
-            patient: Whether it waits for its place as long as it takes, whatever the limit.
+            request: What is asked for.
+            patient: Whether it may wait in the queue without limit.
 
         Returns:
-            Its answer in the making.
+            Its answer while it is decoded.
 
         Raises:
-            BusyError: As many requests wait already as may, or the engine is being closed.
+            BusyError: The queue is full, or the engine is being closed.
             ConfigError: It needs more memory than all requests together may take.
+            NestedCallError: A logits processor or stopping criterion of this engine calls.
         """
-        request = DecodeSequence(self._engine, asked)
-        row = _Row(request, Delivery(), time.monotonic(), patient)
+        self.refuse_nested()
+        sequence = DecodeSequence(self._context, request)
+        row = _Row(sequence, Delivery(), time.monotonic(), patient)
         needed = self._bytes_of([row])
         if needed > self.max_cache_bytes:
             raise ConfigError(
                 f"prompt and answer need {_mebibytes(needed)} of keys and values, and max_cache_bytes is "
                 f"{_mebibytes(self.max_cache_bytes)}; lower max_tokens, shorten the prompt or raise the limit"
             )
-        request.prepare()
+        sequence.prepare()
         with self._changed:
             if self._closing:
                 raise BusyError("the engine is being closed; ask again later")
             if len(self._waiting) >= self.limits.max_waiting:
-                raise BusyError(f"{len(self._waiting)} requests are waiting already (max_waiting); ask again later")
-            if self._worker is None or not self._worker.is_alive():
-                self._worker = self._start()
+                raise BusyError(f"the queue is full: {len(self._waiting)} requests wait (max_waiting); ask again later")
             self._waiting.append(row)
-            self._changed.notify()
-        self._tell_load()
-        return ScheduledStream(self._engine, request, row.delivery)
+            self._wake_worker()
+        self._report_load()
+        return GenerationStream(row.delivery, lambda: sequence.result, lambda: self._check(row))
+
+    def refuse_nested(self) -> None:
+        """Refuse calls from within a step.
+
+        Raises:
+            NestedCallError: This is the worker thread.
+        """
+        if self._on_worker:
+            raise NestedCallError(
+                "a logits processor or stopping criterion cannot call the engine that runs it: "
+                "call it before the request, or use another engine"
+            )
+
+    def between_steps(self, call: Callable[[], ResultT]) -> ResultT:
+        """Call a function while no step runs, on the worker thread, and wait for its result.
+
+        Args:
+            call: What to call. It may use everything that belongs to the worker thread.
+
+        Raises:
+            BusyError: The step that runs does not end within `BatchConfig.max_wait_s`.
+        """
+        if self._on_worker:
+            return call()
+        future: Future[ResultT] = Future()
+        with self._changed:
+            self._calls.append((call, future))
+            self._wake_worker()
+        try:
+            return future.result(self.limits.max_wait_s)
+        except FutureTimeoutError:
+            if future.done():  # a TimeoutError of the call's own
+                raise
+            future.cancel()
+            raise BusyError(f"no step has ended within {self.limits.max_wait_s:g} seconds (max_wait_s)") from None
 
     def close(self) -> None:
         """End all requests with a `BusyError`, and wait for the step that is running."""
@@ -184,155 +236,196 @@ class Scheduler:
             worker = self._worker
             self._closing = worker is not None and worker.is_alive()
             self._changed.notify()
-        # Whoever holds the engine's lock keeps the step from ending.
-        if self._closing and worker is not None and not self.is_here and not self._engine.lock.is_mine:
+        if self._closing and worker is not None and not self._on_worker:
             worker.join()
 
-    def _load(self) -> Load:
-        return Load(len(self._rows), len(self._waiting), self._bytes_of(self._rows))
+    def _check(self, row: _Row) -> None:
+        """End a request that waits while a callback of another request blocks the worker thread.
+
+        Raises:
+            BusyError: The callback has blocked it for `BatchConfig.max_wait_s`.
+        """
+        limit, since = self.limits.max_wait_s, self._context.callbacks.since
+        if limit is not None and since is not None and time.monotonic() - max(since, row.submitted) > limit:
+            row.delivery.cancel()
+            raise BusyError(
+                f"a logits processor or stopping criterion has not returned for {limit:g} seconds (max_wait_s); "
+                "does it wait for an answer of this engine?"
+            )
 
     def _bytes_of(self, rows: Sequence[_Row]) -> int:
         """Most bytes of keys and values that requests may come to hold together."""
-        target = self._engine.target
-        sizes = [(row.request.positions, row.request.asked.draft.max_nodes) for row in rows]
+        target = self._context.target
+        sizes = [(row.sequence.positions, row.sequence.request.draft.max_nodes) for row in rows]
         if target.pads and len(rows) > 1:
             positions, nodes = (max(column) for column in zip(*sizes, strict=True))
             return len(rows) * target.cache_bytes(int(ROOM * positions) + 1, nodes)
         return sum(target.cache_bytes(positions, nodes) for positions, nodes in sizes)
 
-    # -- the worker thread --
+    def _wake_worker(self) -> None:
+        """Have the worker thread look at what there is to do; under `_changed`."""
+        if self._worker is None or not self._worker.is_alive():
+            arguments = (weakref.ref(self), self._changed)
+            self._worker = threading.Thread(target=_work, args=arguments, name="reader-rag-scheduler", daemon=True)
+            self._worker.start()
+        self._changed.notify()
 
-    def _start(self) -> threading.Thread:
-        arguments = (weakref.ref(self), self._changed)
-        worker = threading.Thread(target=_work, args=arguments, name="reader-rag-scheduler", daemon=True)
-        worker.start()
-        return worker
+    # -- the worker thread --
 
     @property
     def has_work(self) -> bool:
-        """Whether a request runs or waits."""
-        return bool(self._rows or self._waiting)
+        """Whether a request runs or waits, or something is to be called."""
+        return bool(self._rows or self._waiting or self._calls)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its thread has something to do, be it to end."""
+        """Whether the worker thread has something to do, be it to end."""
         return self.has_work or self._closing
 
     def ends(self) -> bool:
-        """Whether its thread may end, which it then does; under `_changed`."""
+        """Whether the worker thread may end, which it then does; under `_changed`."""
         if self.has_work:
             return False
         self._worker, self._closing = None, False
         return True
 
     def work(self) -> None:
-        """Decode until there is nothing left to do; on its own thread."""
+        """Decode until there is nothing left to do; on the worker thread."""
         with _closed_at_exit:
             _running.add(self)
         while self.has_work:
             try:
                 self._turn()
-            except BaseException as cause:  # not of one request: all readers must learn of it
+            except BaseException as cause:  # not of one request: all readers receive it
                 for row in list(self._rows):
                     self._end(row, "failed", cause)
 
     def _turn(self) -> None:
-        """Let requests join and leave, then make a step."""
-        longest = self.limits.max_wait_s
+        """Let requests join and leave, then run a step."""
+        limit = self.limits.max_wait_s
         with self._changed:
             cancelled = self._take_out(lambda row: row.delivery.cancelled)
-            begun = self._admit()
+            admitted = self._admit()
             now = time.monotonic()
             late = []
-            if longest is not None:
-                late = self._take_out(lambda row: not row.patient and now - row.submitted > longest)
+            if limit is not None:
+                late = self._take_out(lambda row: not row.patient and now - row.submitted > limit)
+            calls = list(self._calls)
+            self._calls.clear()
         for row in cancelled:
-            self._tell_end(row, "cancelled")
+            self._report_end(row, "cancelled")
         for row in late:
-            row.delivery.end(BusyError(f"no place within {longest:g} seconds (max_wait_s); ask again later"))
-            self._tell_end(row, "failed")
-        if cancelled or begun or late:
-            self._tell_load()
-        with self._engine.lock:
-            self._step()
+            row.delivery.end(BusyError(f"no place in the batch within {limit:g} seconds (max_wait_s); ask again later"))
+            self._report_end(row, "failed")
+        if cancelled or admitted or late:
+            self._report_load()
+        for row in [row for row in self._rows if row.delivery.cancelled]:
+            self._end(row, "cancelled")
+        for call, future in calls:
+            _call(call, future)
+        self._step()
 
     def _take_out(self, which: Callable[[_Row], bool]) -> list[_Row]:
-        """Take waiting requests out of the queue."""
+        """Take requests out of the queue."""
         rows = [row for row in self._waiting if which(row)]
         for row in rows:
             self._waiting.remove(row)
-            row.request.queued(time.monotonic() - row.submitted)
+            row.sequence.queued(time.monotonic() - row.submitted)
         return rows
 
     def _admit(self) -> bool:
-        """Give waiting requests a place; whether any was given one."""
-        begun = False
+        """Admit requests from the queue to the batch; returns whether any was admitted."""
+        admitted = False
         while len(self._rows) < self.max_rows and (row := self._waiting.first()) is not None:
             if self._bytes_of([*self._rows, row]) > self.max_cache_bytes:
                 break
-            self._waiting.remove(row, had_its_turn=True)
+            self._waiting.remove(row, admitted=True)
             self._rows.append(row)
-            row.request.queued(time.monotonic() - row.submitted)
-            begun = True
-        return begun
+            row.sequence.queued(time.monotonic() - row.submitted)
+            admitted = True
+        return admitted
 
     def _step(self) -> None:
-        """One chunk of the prompt that came first, and one verified draft of every answer."""
-        for row in [row for row in self._rows if row.delivery.cancelled]:
-            self._end(row, "cancelled")
-        reading = next((row for row in self._rows if row.request.reading), None)
-        going = {row.request: row for row in self._rows if not row.request.reading}
-        if reading is not None:
+        """Prefill one chunk of the prompt that came first, and run a decode step of all other sequences."""
+        prefilling = next((row for row in self._rows if row.sequence.prefilling), None)
+        decoding = {row.sequence: row for row in self._rows if not row.sequence.prefilling}
+        if prefilling is not None:
             try:
-                reading.request.read()
+                prefilling.sequence.prefill(learn=not self._crowded)
             except BaseException as error:
-                self._end(reading, "failed", error)
+                self._end(prefilling, "failed", error)
             else:
-                self._deliver(reading)
-        if going:
-            failed = advance(self._engine, list(going))
-            for request, row in going.items():
-                if request in failed:
-                    self._end(row, "failed", failed[request])
+                self._deliver(prefilling)
+        if decoding:
+            failed = run_step(self._context, list(decoding))
+            for sequence, row in decoding.items():
+                if sequence in failed:
+                    self._end(row, "failed", failed[sequence])
                 else:
                     self._deliver(row)
+        self._report_moves()
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether so many sequences share a step that drafts hardly pay, and learning from prompts does not.
+
+        By step costs: on the CPU a step grows with every row from a few sequences on, on a GPU much later.
+        """
+        costs = self._context.costs.current
+        sequences = min(len(self._rows) + len(self._waiting), self.max_rows)
+        return costs is not None and sequences > 1 and costs.growth(sequences) > _CROWDED
 
     def _deliver(self, row: _Row) -> None:
-        request = row.request
-        if request.reading:
+        sequence = row.sequence
+        if sequence.prefilling:
             return
-        chunk = request.take()
-        if request.finish is None:
+        chunk = sequence.take()
+        if sequence.finish is None:
             row.delivery.put(chunk)
         else:
-            self._end(row, request.finish, last=chunk)
+            self._end(row, sequence.finish, last=chunk)
 
     def _end(
         self, row: _Row, outcome: Outcome, error: BaseException | None = None, *, last: Chunk | None = None
     ) -> None:
-        """Free what a request holds, then hand its last chunk, or its error, to whoever waits for its answer."""
+        """Free what a request holds, then hand its last chunk, or its error, to its reader."""
         try:
-            row.request.release()
+            row.sequence.release()
         except Exception as cause:
             outcome, error, last = "failed", error or cause, None
         with self._changed:
             self._rows.remove(row)
         if last is not None:
             row.delivery.put(last)
-        row.delivery.end(_told(error))
-        self._tell_end(row, outcome)
-        self._tell_load()
+        row.delivery.end(for_reader(error))
+        self._report_end(row, outcome)
+        self._report_load()
 
-    def _tell_end(self, row: _Row, outcome: Outcome) -> None:
-        self._engine.observers.tell("answered", row.request.result.stats, outcome)
+    def _report_end(self, row: _Row, outcome: Outcome) -> None:
+        self._context.observers.tell("answered", row.sequence.result.stats, outcome)
 
-    def _tell_load(self) -> None:
-        with self._telling:  # so that what is told last is what was read last, whichever threads tell
-            self._engine.observers.tell("loaded", self.load)
+    def _report_load(self) -> None:
+        with self._reporting:  # the last load reported is the last one read, whichever threads report
+            self._context.observers.tell("loaded", self.load)
+
+    def _report_moves(self) -> None:
+        (times, moved), (before, moved_before) = self._context.target.moved, self._reported_moves
+        if moved > moved_before:
+            self._reported_moves = times, moved
+            self._context.observers.tell("moved", times - before, moved - moved_before)
+
+
+def _call(call: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _work(scheduler: weakref.ref[Scheduler], changed: threading.Condition) -> None:
-    """A scheduler's thread. While it waits it holds nothing, so that an engine that nobody needs is freed."""
+    """The worker thread. While it waits it holds no reference to the scheduler, so that an unused engine is freed."""
 
     def awaited() -> bool:
         there = scheduler()
@@ -346,25 +439,6 @@ def _work(scheduler: weakref.ref[Scheduler], changed: threading.Condition) -> No
                 return
         there.work()
         del there
-
-
-def _told(error: BaseException | None) -> Exception | None:
-    """An error as a reader is told it: one that means neither the end of an iteration nor of a program.
-
-    Where it was raised is said by a note. Its traceback would hold the frames of the step, and with them what was
-    decoded together with it, of other tenants too, for as long as somebody keeps the error.
-    """
-    if error is None:
-        return None
-    where = "".join(traceback.format_exception(error))
-    held: BaseException | None = error
-    while held is not None:
-        held.__traceback__ = None
-        held = held.__cause__ or held.__context__
-    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
-        error = RuntimeError(f"the answer was ended by {error!r}")
-    error.add_note(f"in the thread that decodes:\n{where}")
-    return error
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,53 +1,54 @@
-"""What the scheduler's thread hands to the threads and event loops that read answers."""
+"""How the chunks of an answer get from the thread that decodes to the threads and event loops that read them."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Self
 
 from reader_rag.engine.outputs import Chunk, Generation
-from reader_rag.engine.sequence import DecodeSequence
 
-if TYPE_CHECKING:
-    from reader_rag.engine.engine import Engine
+_CHECK_S = 1.0
+"""How often a reader that waits checks that its request can still be decoded."""
 
 
 class Delivery:
-    """The chunks of one answer on their way from the thread that decodes to the one that reads."""
+    """The chunks of one answer between the thread that decodes and its reader."""
 
     def __init__(self) -> None:
         self._chunks: deque[Chunk] = deque()
         self._changed = threading.Condition()
         self._error: Exception | None = None
-        self._waiting: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
+        self._only_end = False
         self.cancelled = False
-        """Whether nobody wants the answer any more."""
+        """Whether the answer is not wanted any more."""
         self.ended = False
         """Whether no more chunks come."""
 
     def put(self, chunk: Chunk) -> None:
-        """Add a chunk, if anybody still wants it."""
+        """Add a chunk, unless the answer was cancelled or only its end is waited for."""
         with self._changed:
-            if not self.cancelled:
+            if not self.cancelled and not self._only_end:
                 self._chunks.append(chunk)
-                self._tell()
+                self._notify()
 
     def end(self, error: Exception | None = None) -> None:
-        """No more chunks come, for this reason if there is one; unless it has ended already."""
+        """No more chunks come, because of this error if there is one; no effect on an answer that has ended."""
         with self._changed:
             if not self.ended:
                 self.ended, self._error = True, error
-                self._tell()
+                self._notify()
 
     def cancel(self, error: Exception | None = None) -> None:
         """Have the answer ended. The garbage collector calls this too, at any time: it waits for nothing else.
 
         Args:
-            error: What to tell the reader; None: it is the reader who wants no more.
+            error: What the reader is to receive; None: the reader itself cancels.
         """
         with self._changed:
             self._chunks.clear()
@@ -56,19 +57,13 @@ class Delivery:
             else:
                 self.cancelled = self.ended = True
                 self._error = error
-                self._tell()
+                self._notify()
 
-    def _tell(self) -> None:
-        self._changed.notify_all()
-        waiting, self._waiting = self._waiting, []
-        for call in waiting:
-            call()
-
-    def get(self, *, wait: bool) -> Chunk | None:
+    def get(self, timeout: float) -> Chunk | None:
         """The next chunk.
 
         Args:
-            wait: Whether to wait for it.
+            timeout: Seconds to wait for it.
 
         Returns:
             None: there is none yet.
@@ -78,8 +73,8 @@ class Delivery:
             Exception: What ended the answer.
         """
         with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._chunks or self.ended)
+            if timeout > 0:
+                self._changed.wait_for(lambda: self._chunks or self.ended, timeout)
             if self._chunks:
                 return self._chunks.popleft()
             if not self.ended:
@@ -92,26 +87,50 @@ class Delivery:
                 del error  # which would hold this frame, which holds it
         raise StopIteration
 
+    def wait_for_end(self, timeout: float) -> bool:
+        """Wait until no more chunks come, and drop those that do; returns whether the answer has ended.
+
+        The reader is not woken up for each chunk, as `get` is.
+
+        Args:
+            timeout: Seconds to wait.
+        """
+        with self._changed:
+            self._only_end = True
+            self._chunks.clear()
+            return self._changed.wait_for(lambda: self.ended, timeout)
+
     def call_when_ready(self, call: Callable[[], None]) -> None:
         """Call once, from any thread, when there is something to `get`; at once if there is."""
         with self._changed:
             if not self._chunks and not self.ended:
-                self._waiting.append(call)
+                self._callbacks.append(call)
                 return
         call()
 
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        callbacks, self._callbacks = self._callbacks, []
+        for call in callbacks:
+            call()
 
-class ScheduledStream(Iterator[Chunk], AsyncIterator[Chunk]):
-    """One answer in the making, decoded together with others; see `Engine.submit`.
 
-    It goes on whether it is read or not. Close it (or use it in a `with`, or drop it) to end it early: what it holds is
-    freed before the next step. For one reader at a time.
+class GenerationStream(Iterator[Chunk], AsyncIterator[Chunk]):
+    """The answer to one request while it is decoded; see `Engine.submit`.
+
+    Decoding goes on whether it is read or not. Close it (or use it in a `with`, or drop it) to end the request early:
+    what it holds is freed before the next step. For one reader at a time.
+
+    Args:
+        delivery: Where its chunks come from.
+        result: Returns what is decoded so far.
+        check: Raises an error if the request cannot be decoded any more.
     """
 
-    def __init__(self, engine: Engine, request: DecodeSequence, delivery: Delivery) -> None:
-        self._engine = engine
-        self._request = request
+    def __init__(self, delivery: Delivery, result: Callable[[], Generation], check: Callable[[], None]) -> None:
         self._delivery = delivery
+        self._result = result
+        self._check = check
         self._abandoned = weakref.finalize(self, delivery.cancel)
         self._abandoned.atexit = False
 
@@ -120,26 +139,42 @@ class ScheduledStream(Iterator[Chunk], AsyncIterator[Chunk]):
 
         Raises:
             StopIteration: The answer is done, or the stream was closed.
+            BusyError: The request got no place in the batch within `BatchConfig.max_wait_s`.
         """
-        chunk = self._delivery.get(wait=True)
-        assert chunk is not None
+        while (chunk := self._delivery.get(_CHECK_S)) is None:
+            self._check()
         return chunk
 
     async def __anext__(self) -> Chunk:
-        """Wait for the next chunk without blocking the event loop."""
+        """Wait for the next chunk without blocking the event loop; errors are those of `next`."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                chunk = self._delivery.get(wait=False)
+                chunk = self._delivery.get(0)
             except StopIteration:
                 raise StopAsyncIteration from None
             if chunk is not None:
                 return chunk
             ready: asyncio.Future[None] = loop.create_future()
             self._delivery.call_when_ready(lambda ready=ready: _wake(loop, ready))  # type: ignore[misc]
-            await ready
+            while not (await asyncio.wait((ready,), timeout=_CHECK_S))[0]:
+                self._check()
 
-    def __enter__(self) -> ScheduledStream:
+    def finish(self) -> Generation:
+        """Wait for the end of the answer and return it; chunks that were not read are dropped.
+
+        Raises:
+            Exception: What ended the answer.
+        """
+        while not self._delivery.wait_for_end(_CHECK_S):
+            self._check()
+        try:
+            self._delivery.get(0)
+        except StopIteration:
+            return self.result
+        raise AssertionError("an answer that has ended has no more chunks")
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -151,20 +186,36 @@ class ScheduledStream(Iterator[Chunk], AsyncIterator[Chunk]):
 
     @property
     def result(self) -> Generation:
-        """The answer once it is done; before, or if it was closed early, what was decoded of it."""
-        if self._delivery.ended:
-            return self._request.result
-        with self._engine.lock:  # no step changes it meanwhile
-            return self._request.result
+        """The answer once it is done; before, or if it was closed early, what is decoded of it."""
+        return self._result()
 
 
 def _wake(loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
     try:
         loop.call_soon_threadsafe(_set, ready)
     except RuntimeError:
-        return  # the loop was closed: nobody waits any more
+        return  # the loop is closed, and nothing waits in it
 
 
 def _set(ready: asyncio.Future[None]) -> None:
     if not ready.done():  # nor cancelled
         ready.set_result(None)
+
+
+def for_reader(error: BaseException | None) -> Exception | None:
+    """An error as its reader receives it: never one that ends an iteration or a program.
+
+    A note says where it was raised. Its traceback is dropped: it would hold the frames of the step, and with them what
+    was decoded together, of other tenants too, for as long as the error is referenced.
+    """
+    if error is None:
+        return None
+    where = "".join(traceback.format_exception(error))
+    held: BaseException | None = error
+    while held is not None:
+        held.__traceback__ = None
+        held = held.__cause__ or held.__context__
+    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+        error = RuntimeError(f"the answer was ended by {error!r}")
+    error.add_note(f"in the thread that decodes:\n{where}")
+    return error

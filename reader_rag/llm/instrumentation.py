@@ -45,7 +45,8 @@ class ReaderAnswerEvent(BaseEvent):
         accepted_context: Of `accepted`: copied from the prompt and the answer so far.
         accepted_passage: Copied from a passage.
         accepted_datastore: Copied from a text in the datastore.
-        accepted_successor: What the model itself said before.
+        accepted_successor: The model's own next tokens after the same one or two tokens.
+        accepted_external: Drafts of sources from outside (`DraftSource`).
     """
 
     call_span_id: str = ""
@@ -59,6 +60,7 @@ class ReaderAnswerEvent(BaseEvent):
     accepted_passage: int
     accepted_datastore: int
     accepted_successor: int
+    accepted_external: int
     tokens_per_step: float
     tokens_per_s: float
     queue_s: float
@@ -87,17 +89,17 @@ class ReaderAnswerEvent(BaseEvent):
         return cls(call_span_id=call_span_id or "", finish_reason=done.finish_reason, **accepted, **figures)
 
 
-def told(done: Generation) -> Generation:
-    """Tell of an answer, in the span of the call that is running.
+def report_answer(done: Generation) -> Generation:
+    """Send the event of an answer in the span of the running call, and return the answer.
 
-    Returns:
-        The answer.
+    Args:
+        done: The answer.
     """
-    _tell(done, active_span_id.get())
+    _report(done, active_span_id.get())
     return done
 
 
-def _tell(done: Generation, call: str | None) -> None:
+def _report(done: Generation, call: str | None) -> None:
     _dispatcher.event(ReaderAnswerEvent.of(done, call))
 
 
@@ -119,8 +121,8 @@ class _Answer:
         active_span_id.set(self._id)
 
     def done(self, generation: Generation) -> None:
-        """Tell of the answer."""
-        self._context.run(_tell, generation, self._call)
+        """Send the event of the answer."""
+        self._context.run(_report, generation, self._call)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -128,7 +130,7 @@ class _Answer:
         self._context.run(self._end, error)
 
     def _end(self, error: BaseException | None) -> None:
-        # Whoever stops reading makes no error.
+        # A reader that stops early is no error.
         if error is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):
             _dispatcher.span_exit(self._id, _NO_ARGUMENTS)
         else:
@@ -137,7 +139,7 @@ class _Answer:
 
 
 def traced(function: FunctionT) -> FunctionT:
-    """Give the responses that a function makes of a stream their span, and tell of the answer before the last one."""
+    """Put the responses that a function makes of a stream into a span, and send the answer's event before the last."""
 
     def responses_of(stream: Any, responses: Generator[Any, None, None], span: _Answer) -> Generator[Any, None, None]:
         with span, closing(responses):
@@ -153,8 +155,8 @@ def traced(function: FunctionT) -> FunctionT:
     return cast(FunctionT, wrapper)
 
 
-def atraced(method: FunctionT) -> FunctionT:
-    """`traced` for an async method."""
+def atraced(function: FunctionT) -> FunctionT:
+    """Put the responses that an async function makes of a stream into a span, as `traced` does."""
 
     async def responses_of(
         stream: Any, responses: AsyncGenerator[Any, None], span: _Answer
@@ -166,8 +168,8 @@ def atraced(method: FunctionT) -> FunctionT:
                         span.done(stream.result)
                     yield response
 
-    @wraps(method)
-    def wrapper(self: Any, stream: Any, respond: Any) -> AsyncGenerator[Any, None]:
-        return responses_of(stream, method(self, stream, respond), _Answer())
+    @wraps(function)
+    def wrapper(stream: Any, respond: Any) -> AsyncGenerator[Any, None]:
+        return responses_of(stream, function(stream, respond), _Answer())
 
     return cast(FunctionT, wrapper)

@@ -31,7 +31,7 @@ TEXTS = ("the cat and the dog and the cat and the", "in the of the and")
 @pytest.fixture
 def engine(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Engine:
     made = Engine(tiny_model, tiny_tokenizer)
-    made.costs = EverythingPays()  # type: ignore[assignment]
+    made.context.costs.current = EverythingPays()  # type: ignore[assignment]
     return made
 
 

@@ -40,7 +40,7 @@ class Made:
             datastore=self.folder if datastore else None,
             recall=DatastoreConfig(**recall),
         )
-        engine.costs = EverythingPays()
+        engine.context.costs.current = EverythingPays()
         self._engines.append(engine)
         return engine
 
@@ -54,8 +54,8 @@ class Made:
         """Close these, or all."""
         for engine in engines or self._engines:
             engine.close()
-            if engine.recall is not None:
-                engine.recall.close()
+            if engine.lookup is not None:
+                engine.lookup.close()
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def made(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, 
 
 def ask(engine: Engine, text: str = "what is the answer", tenant: str = "", **generation: Any) -> Generation:
     settings = SamplingParams(**({"max_tokens": 40, "ignore_eos": True} | generation))
-    return engine.generate(engine.tokenize(text, special=False), settings, tenant=tenant)
+    return engine.generate(engine.context.tokenize(text), settings, tenant=tenant)
 
 
 def drafted(answer: Generation) -> int:
@@ -88,7 +88,7 @@ def test_a_question_that_comes_again_is_drafted_from_its_answer(made: Made, samp
 
 def test_requests_that_share_passes_find_them_too(made: Made) -> None:
     engine = made.keeping()
-    prompt = engine.tokenize("what is the answer", special=False)
+    prompt = engine.context.tokenize("what is the answer")
     settings = SamplingParams(max_tokens=40, ignore_eos=True)
     (first,) = engine.generate([prompt], settings)
     again = engine.generate([prompt] * 3, settings)
@@ -142,18 +142,18 @@ def test_forgetting_a_tenant_removes_its_answers_from_the_disk_and_nobody_elses(
         ask(engine, tenant=tenant)
     engine.forget("a")
     assert drafted(ask(engine, tenant="b")) > 30
-    assert engine.recall is not None
-    assert answers_of("a") not in engine.recall.datastore.namespaces()
+    assert engine.lookup is not None
+    assert answers_of("a") not in engine.lookup.datastore.namespaces()
     assert drafted(ask(engine, tenant="a")) == 0
 
 
 def test_answers_that_were_broken_off_or_are_very_short_are_not_kept(made: Made) -> None:
     engine = made.keeping()
     ask(engine, max_tokens=4)
-    with engine.stream(engine.tokenize("what is this", special=False), SamplingParams(max_tokens=40)) as stream:
+    with engine.submit(engine.context.tokenize("what is this"), SamplingParams(max_tokens=40)) as stream:
         next(stream)
-    assert engine.recall is not None
-    assert engine.recall.datastore.stats().get(answers_of(""), None) is None
+    assert engine.lookup is not None
+    assert engine.lookup.datastore.stats().get(answers_of(""), None) is None
 
 
 def test_the_oldest_answers_go_when_there_are_too_many(made: Made) -> None:
@@ -162,8 +162,8 @@ def test_the_oldest_answers_go_when_there_are_too_many(made: Made) -> None:
         ask(engine, question)
         engine.close()  # bounds are seen to with a commit
     assert drafted(ask(engine, "what is d")) > 20
-    assert engine.recall is not None
-    assert engine.recall.datastore.stats()[answers_of("")].tokens <= 150
+    assert engine.lookup is not None
+    assert engine.lookup.datastore.stats()[answers_of("")].tokens <= 150
 
 
 def test_nothing_is_written_unless_answers_are_kept(made: Made) -> None:
@@ -228,11 +228,11 @@ def test_prompts_of_one_token_are_kept_whole(made: Made) -> None:
 
 def test_a_request_may_leave_the_datastore_alone(made: Made) -> None:
     engine = made.keeping()
-    prompt = engine.tokenize("what is the answer", special=False)
+    prompt = engine.context.tokenize("what is the answer")
     settings = SamplingParams(max_tokens=40, ignore_eos=True)
     first = engine.generate(prompt, settings, recall=False)
-    assert engine.recall is not None
-    assert engine.recall.datastore.namespaces() == []
+    assert engine.lookup is not None
+    assert engine.lookup.datastore.namespaces() == []
     engine.generate(prompt, settings)
     again = engine.generate(prompt, settings, recall=False)
     assert first.token_ids == again.token_ids
@@ -242,8 +242,8 @@ def test_a_request_may_leave_the_datastore_alone(made: Made) -> None:
 def test_what_an_earlier_answer_copied_is_still_told_when_the_answer_comes_from_the_datastore(made: Made) -> None:
     engine = made.keeping()
     passage = Passage("heron", "the heron stands in the water and waits for the fish to come near")
-    prompt = engine.tokenize(f"passages: {passage.text} question: what does it do", special=False)
-    said = engine.tokenize("I see that the heron stands in the water and waits for it", special=False).token_ids
+    prompt = engine.context.tokenize(f"passages: {passage.text} question: what does it do")
+    said = engine.context.tokenize("I see that the heron stands in the water and waits for it").token_ids
 
     def forced(verified: Verified) -> Any:
         return lambda row: said[verified.position(row) - len(prompt.token_ids)]

@@ -33,12 +33,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from reader_rag.config import BatchConfig, DraftConfig, SamplingParams
 from reader_rag.engine import scheduler as scheduler_module
 from reader_rag.engine import step as batch_module
+from reader_rag.engine import stream as stream_module
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.observer import Load, Observer
 from reader_rag.engine.outputs import Generation, Passage, Prompt
 from reader_rag.engine.scheduler import Scheduler
-from reader_rag.engine.stream import ScheduledStream
-from reader_rag.errors import BatchError, BusyError, ConfigError, PromptError
+from reader_rag.engine.stream import GenerationStream
+from reader_rag.errors import BatchError, BusyError, ConfigError, NestedCallError, PromptError
 from reader_rag.model import target as step_module
 from reader_rag.sampling.topk import rank_passes
 
@@ -56,8 +57,8 @@ IDLE = Load(running=0, waiting=0, cache_bytes=0)
 class ByHand(Scheduler):
     """A scheduler whose turns are taken when the test says so."""
 
-    def _start(self) -> threading.Thread:
-        return threading.Thread()
+    def _wake_worker(self) -> None:
+        """There is no worker thread."""
 
     def close(self) -> None:
         for row in [*self._rows, *self._waiting]:
@@ -85,9 +86,9 @@ def make_engine(
     def make(by_hand: bool = False, model: Any = None, forward: Any = "auto", **limits: Any) -> Engine:
         batch = BatchConfig(**limits)
         engine = Engine(model or tiny_model, tiny_tokenizer, draft=DRAFT, batch=batch, forward=forward)
-        engine.costs = EverythingPays()  # type: ignore[assignment]
+        engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
         if by_hand:
-            engine.scheduler = ByHand(engine, batch)
+            engine.scheduler = ByHand(engine.context, batch, engine.prefix_bytes)
         made.append(engine)
         return engine
 
@@ -140,7 +141,8 @@ class TwiceForEveryText(EverythingPays):
 
 def alone(engine: Engine, prompt: Prompt, generation: SamplingParams) -> Generation:
     """The answer that plain decoding gives to nothing but this."""
-    return engine.generate(prompt, replace(generation, speculate=False))
+    scheduler = Scheduler(engine.context, BatchConfig(max_rows=1), engine.prefix_bytes)  # the engine's may be by hand
+    return scheduler.submit(engine.requests.build(prompt, replace(generation, speculate=False))).finish()
 
 
 @pytest.fixture(scope="module")
@@ -221,14 +223,6 @@ class TestAnswers:
         assert result.copied
         assert {span.passage_id for span in result.copied} == {"p"}
 
-    def test_a_stream_of_its_reader_s_thread_goes_on_beside_them(self, make_engine: Callable[..., Engine]) -> None:
-        engine = make_engine()
-        prompt = engine.encode(TEXTS[1])
-        submitted = [engine.submit(prompt, ask(max_tokens=200)) for _ in range(3)]
-        with engine.stream(prompt, ask(max_tokens=50)) as stream:
-            tokens = [token for chunk in stream for token in chunk.token_ids]
-        assert tuple(tokens) == drained(submitted[0]).token_ids[:50]
-
     @pytest.mark.parametrize("forward", ["auto", "torch"])
     def test_what_was_answered_together_is_reused(self, make_engine: Callable[..., Engine], forward: str) -> None:
         engine = make_engine(forward=forward)
@@ -307,7 +301,7 @@ class TestOrder:
         monkeypatch.setattr(engine.target, "verify_batch", lambda steps: events.append("step") or verify(steps))
         going = engine.submit(engine.encode("a"), ask(max_tokens=1000))
         next(going)
-        with engine.stream(engine.encode(TEXTS[1] * 8), ask(max_tokens=2)) as stream:
+        with engine.submit(engine.encode(TEXTS[1] * 8), ask(max_tokens=2)) as stream:
             next(stream)
         reads = [at for at, event in enumerate(events) if event == "read"][1:]
         assert len(reads) >= 5
@@ -338,7 +332,7 @@ class TestLimits:
     def test_no_more_wait_than_may(self, make_engine: Callable[..., Engine]) -> None:
         engine = make_engine(by_hand=True, max_waiting=2)
         streams = [engine.submit(engine.encode("a"), ask()) for _ in range(2)]
-        with pytest.raises(BusyError, match=r"2 requests are waiting already \(max_waiting\); ask again later"):
+        with pytest.raises(BusyError, match=r"the queue is full: 2 requests wait \(max_waiting\); ask again later"):
             engine.submit(engine.encode("a"), ask())
         drain(engine)
         assert [drained(stream).finish_reason for stream in streams] == ["length"] * 2
@@ -354,7 +348,7 @@ class TestLimits:
         late = engine.submit(engine.encode("a"), ask())
         clock.now = 5.5
         drain(engine)
-        with pytest.raises(BusyError, match=r"no place within 5 seconds \(max_wait_s\)"):
+        with pytest.raises(BusyError, match=r"no place in the batch within 5 seconds \(max_wait_s\)"):
             drained(late)
         assert len(drained(first).token_ids) == 30
 
@@ -420,11 +414,10 @@ class TestEnds:
             assert drained(stream).token_ids == alone(engine, prompt, generation).token_ids
         assert (held(caches), engine.busy) == (before, IDLE)
 
-    @pytest.mark.parametrize("how", ["submit", "stream"])
     @pytest.mark.parametrize("where", [0, 5])
     @pytest.mark.parametrize("error", [StopIteration(), asyncio.CancelledError(), SystemExit(3)])
     def test_what_means_another_end_elsewhere_is_an_error_of_its_own_request(
-        self, make_engine: Callable[..., Engine], error: BaseException, where: int, how: str
+        self, make_engine: Callable[..., Engine], error: BaseException, where: int
     ) -> None:
         engine = make_engine(max_rows=2)
         good = engine.submit(engine.encode("the"), ask())
@@ -434,12 +427,10 @@ class TestEnds:
                 raise error
             return scores
 
-        bad = getattr(engine, how)(engine.encode("a"), ask(), logits_processor=[ends])
-        scheduled = how == "submit" or isinstance(error, StopIteration)
-        with pytest.raises(RuntimeError if scheduled else type(error)) as caught:
+        bad = engine.submit(engine.encode("a"), ask(), logits_processor=[ends])
+        with pytest.raises(RuntimeError) as caught:
             drained(bad)
-        if scheduled:
-            assert repr(error) in str(caught.value)
+        assert repr(error) in str(caught.value)
         assert len(drained(good).token_ids) == 24
 
     def test_a_draft_that_fails_ends_its_own_request_alone(
@@ -452,7 +443,7 @@ class TestEnds:
         def too_costly(*_: Any, **__: Any) -> Any:
             raise LookupError("too costly")
 
-        monkeypatch.setattr(bad._request, "draft", too_costly)  # type: ignore[union-attr]
+        monkeypatch.setattr(engine.scheduler._rows[0].sequence, "propose", too_costly)
         drain(engine)
         with pytest.raises(LookupError, match="too costly"):
             drained(bad)
@@ -470,7 +461,7 @@ class TestEnds:
 
         bad = engine.submit(engine.encode("a"), ask(), logits_processor=[fails])
         other = engine.submit(engine.encode("the"), ask())
-        requests = [weakref.ref(stream._request) for stream in (bad, other)]
+        requests = [weakref.ref(row.sequence) for row in engine.scheduler._waiting]
         gc.collect()
         gc.disable()
         try:
@@ -518,7 +509,7 @@ class TestEnds:
             raise RuntimeError("a bug")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler_module, "advance", broken)
+            patch.setattr(scheduler_module, "run_step", broken)
             streams = [engine.submit(engine.encode("a"), ask()) for _ in range(3)]
             for stream in streams:
                 with pytest.raises(RuntimeError, match="a bug"):
@@ -533,7 +524,7 @@ class TestEnds:
         def broken(*_: Any) -> None:
             raise ValueError("the store is broken")
 
-        monkeypatch.setattr(engine.prefixes, "insert", broken)
+        monkeypatch.setattr(engine.context.prefix_cache, "insert", broken)
         streams = [engine.submit(engine.encode("a"), ask(max_tokens=count)) for count in (5, 9)]
         drain(engine)
         assert [len(drained(stream).token_ids) for stream in streams] == [5, 9]
@@ -556,12 +547,11 @@ class TestEnds:
                 drained(stream)
         assert len(drained(engine.submit(engine.encode("a"), ask())).token_ids) == 24
 
-    def test_an_engine_is_closed_by_who_holds_its_lock_too(self, make_engine: Callable[..., Engine]) -> None:
+    def test_an_engine_can_be_closed_between_its_steps(self, make_engine: Callable[..., Engine]) -> None:
         engine = make_engine()
         stream = engine.submit(engine.encode("a"), ask(max_tokens=1500))
         next(stream)
-        with engine.lock:
-            engine.close()
+        engine.between_steps(engine.close)
         with pytest.raises(BusyError):
             drained(stream)
 
@@ -644,18 +634,49 @@ class TestThreads:
         drain(engine)
         assert len(drained(stream).token_ids) == 3
 
-    @pytest.mark.parametrize("how", ["submit", "stream"])
-    def test_a_processor_may_ask_the_engine_itself(self, make_engine: Callable[..., Engine], how: str) -> None:
+    def test_a_processor_that_asks_its_own_engine_is_an_error(self, make_engine: Callable[..., Engine]) -> None:
         engine = make_engine()
-        said: list[str] = []
 
         def asks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if not said:
-                said.append(drained(engine.submit(engine.encode("a"), ask(max_tokens=4))).text)
+            engine.generate(engine.encode("a"), ask(max_tokens=4))
             return scores
 
-        drained(getattr(engine, how)(engine.encode("the"), ask(), logits_processor=[asks]))
-        assert said == [engine.generate(engine.encode("a"), ask(max_tokens=4)).text]
+        with pytest.raises(NestedCallError, match="cannot call the engine that runs it"):
+            engine.generate(engine.encode("the"), ask(), logits_processor=[asks])
+        assert len(engine.generate(engine.encode("the"), ask()).token_ids) == 24
+
+    @pytest.mark.parametrize("prompts", [1, 2])
+    def test_one_that_asks_it_through_another_thread_is_an_error_and_no_hang(
+        self, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, prompts: int
+    ) -> None:
+        monkeypatch.setattr(stream_module, "_CHECK_S", 0.01)
+        engine = make_engine(max_wait_s=0.05)
+        inner = [engine.encode("a")] * prompts
+
+        def asks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(engine.generate, inner if prompts > 1 else inner[0], ask(max_tokens=4)).result(timeout=60)
+            return scores
+
+        with pytest.raises((BusyError, BatchError), match="has not returned for 0.05 seconds"):
+            engine.generate(engine.encode("the"), ask(), logits_processor=[asks])
+        assert len(engine.generate(engine.encode("the"), ask()).token_ids) == 24
+
+    def test_a_call_between_steps_gives_up_where_a_step_does_not_end(self, make_engine: Callable[..., Engine]) -> None:
+        engine = make_engine(max_wait_s=0.05)
+        held_up, goes_on = threading.Event(), threading.Event()
+
+        def waits(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            held_up.set()
+            assert goes_on.wait(timeout=60)
+            return scores
+
+        stream = engine.submit(engine.encode("the"), ask(max_tokens=3), logits_processor=[waits])
+        assert held_up.wait(timeout=60)
+        with pytest.raises(BusyError, match="no step has ended within 0.05 seconds"):
+            engine.forget()
+        goes_on.set()
+        assert len(drained(stream).token_ids) == 3
 
 
 class TestOffline:
@@ -748,11 +769,11 @@ class Together(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.open: list[tuple[ScheduledStream, Prompt, SamplingParams, list[int]]] = []
+        self.open: list[tuple[GenerationStream, Prompt, SamplingParams, list[int]]] = []
 
     @initialize(rows=st.integers(1, 5))
     def begin(self, rows: int) -> None:
-        self.engine.scheduler = ByHand(self.engine, BatchConfig(max_rows=rows))
+        self.engine.scheduler = ByHand(self.engine.context, BatchConfig(max_rows=rows), self.engine.prefix_bytes)
 
     @rule(
         text=st.sampled_from(TEXTS),
@@ -786,7 +807,7 @@ class Together(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
         )
         stream = self.engine.submit(prompt, generation, tenant=tenant)
-        assert isinstance(stream, ScheduledStream)
+        assert isinstance(stream, GenerationStream)
         self.open.append((stream, prompt, generation, []))
 
     @rule(turns=st.integers(1, 12))
@@ -806,7 +827,7 @@ class Together(RuleBasedStateMachine):
         stream, _, _, read = self.open[which.randrange(len(self.open))]
         while True:
             try:
-                chunk = stream._delivery.get(wait=False)
+                chunk = stream._delivery.get(0)
             except StopIteration:
                 return
             if chunk is None:
@@ -819,7 +840,7 @@ class Together(RuleBasedStateMachine):
 
     @invariant()
     def no_more_memory_is_held_than_reserved(self) -> None:
-        caches: list[Any] = [row.request.cache for row in self.engine.scheduler._rows if row.request._state]
+        caches: list[Any] = [row.sequence.cache for row in self.engine.scheduler._rows if row.sequence._state]
         batch = self.engine.target._batch  # type: ignore[attr-defined]
         held = batch.nbytes + sum(cache.nbytes for cache in caches if cache.batch is None)
         assert held <= self.engine.busy.cache_bytes
@@ -828,7 +849,7 @@ class Together(RuleBasedStateMachine):
         drain(self.engine)
         for stream, prompt, generation, read in self.open:
             read.extend(token for chunk in stream for token in chunk.token_ids)
-            expected = self.engine.generate(prompt, replace(generation, speculate=False))
+            expected = alone(self.engine, prompt, generation)
             assert tuple(read) == expected.token_ids
             assert (stream.result.text, stream.result.finish_reason) == (expected.text, expected.finish_reason)
 
@@ -872,8 +893,7 @@ def test_two_hundred_requests_leave_nothing_behind(
         assert [outcomes.count(kind) for kind in ("right", "closed", "bad")] == [170, 20, 10]
         while engine.busy != IDLE:  # the last that were closed
             time.sleep(0.001)
-        with engine.lock:
-            assert held(caches) == before
+        assert engine.between_steps(lambda: held(caches)) == before
 
 
 class _nothing:  # noqa: N801
@@ -887,7 +907,7 @@ def test_prompts_teach_nothing_where_many_texts_share_passes_and_drafts_hardly_p
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, costs: Any, texts: int, learns: int
 ) -> None:
     engine, taught = make_engine(by_hand=True, max_rows=3), []
-    engine.costs = costs
+    engine.context.costs.current = costs
     read = step_module.Target.read
 
     def noted(self: Any, tokens: Any, cache: Any, seen: Any = None) -> Any:
@@ -895,7 +915,7 @@ def test_prompts_teach_nothing_where_many_texts_share_passes_and_drafts_hardly_p
         return read(self, tokens, cache, seen)
 
     monkeypatch.setattr(step_module.Target, "read", noted)
-    prompts = [engine.tokenize(text, special=False) for text in TEXTS[:texts]]
+    prompts = [engine.context.tokenize(text) for text in TEXTS[:texts]]
     streams = [engine.submit(prompt, ask()) for prompt in prompts]
     drain(engine)
     assert taught.count(True) == learns
@@ -903,6 +923,6 @@ def test_prompts_teach_nothing_where_many_texts_share_passes_and_drafts_hardly_p
         alone(engine, prompt, ask()).token_ids for prompt in prompts
     ]
     taught.clear()
-    with engine.stream(prompts[0], ask()) as stream:
-        next(stream)
-    assert taught == [True]  # alone, drafts pay
+    stream = engine.submit(prompts[0], ask())
+    drain(engine)
+    assert (len(stream.result.token_ids), taught) == (24, [True])  # alone, drafts pay

@@ -19,8 +19,8 @@ from tiny_models import EAGER_ONLY, VOCABULARY, long_rope, make_model
 from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.draft import DraftTree
 from reader_rag.engine.engine import Engine
-from reader_rag.engine.reader_stream import GenerationStream
-from reader_rag.engine.step import advance
+from reader_rag.engine.sequence import DecodeSequence
+from reader_rag.engine.step import run_step
 from reader_rag.kv_cache import batch_cache
 from reader_rag.kv_cache.batch_cache import BatchCache, Policy
 from reader_rag.kv_cache.batch_layer import BatchLayer, Pass
@@ -627,29 +627,24 @@ def test_requests_advanced_together_answer_as_each_alone_and_give_their_rows_bac
     policy_of_all: Policy, tiny_model: Any, tiny_tokenizer: Any
 ) -> None:
     engine = Engine(tiny_model, tiny_tokenizer, forward="torch", draft=DraftConfig(max_nodes=12))
-    engine.costs = EverythingPays()  # type: ignore[assignment]
+    engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
     prompts = ["the rain in the", "one of the stations and the other of the stations and", "a"]
 
-    def streams() -> list[GenerationStream]:
-        return [
-            engine.stream(engine.encode(prompt), SamplingParams(max_tokens=10 + 8 * n, ignore_eos=True))
-            for n, prompt in enumerate(prompts)
-        ]
-
-    alone = []
-    for stream in streams():
-        list(stream)
-        alone.append(stream.result.token_ids)
-    requests = [stream._request for stream in streams()]
-    for request in requests:
-        while request.reading:
-            request.read()
-    while going := [request for request in requests if request.finish is None]:
-        assert advance(engine, going) == {}
-        for request in going:
-            if request.finish is not None:
-                request.release()
-    assert [request.result.token_ids for request in requests] == alone
+    requests = [
+        engine.requests.build(engine.encode(prompt), SamplingParams(max_tokens=10 + 8 * n, ignore_eos=True))
+        for n, prompt in enumerate(prompts)
+    ]
+    alone = [engine.generate(request.prompt, request.params).token_ids for request in requests]
+    sequences = [DecodeSequence(engine.context, request) for request in requests]
+    for sequence in sequences:
+        while sequence.prefilling:
+            sequence.prefill(learn=True)
+    while running := [sequence for sequence in sequences if sequence.finish is None]:
+        assert run_step(engine.context, running) == {}
+        for sequence in running:
+            if sequence.finish is not None:
+                sequence.release()
+    assert [sequence.result.token_ids for sequence in sequences] == alone
     assert isinstance(engine.target, Target)
     assert engine.target._batch.bytes_moved > 0
     assert engine.target._batch.nbytes == 0

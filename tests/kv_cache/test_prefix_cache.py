@@ -20,6 +20,7 @@ from reader_rag.bench.generate.random_weights import NoText
 from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
+from reader_rag.engine.sequence import DecodeSequence
 from reader_rag.errors import ConfigError, ReaderWarning, UnsupportedModelError
 from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.kv_cache.tree_cache import States, TreeCache
@@ -254,7 +255,7 @@ class Watch:
     """A sampler that notes the logits before an answer's first token."""
 
     def __init__(self, engine: Engine, prompt: Prompt, settings: SamplingParams) -> None:
-        self._sampler = engine.sampler(prompt, settings)
+        self._sampler = engine.requests.sampler(prompt, settings)
         self.first: torch.Tensor | None = None
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
@@ -268,7 +269,7 @@ def made(model: PreTrainedModel, **options: Any) -> Engine:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReaderWarning)
         engine = Engine(model, NoText(), draft=DraftConfig(max_nodes=8), **options)  # type: ignore[arg-type]
-    engine.costs = EverythingPays()  # type: ignore[assignment]
+    engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
     return engine
 
 
@@ -318,8 +319,8 @@ def turns(cold: Engine, warm: Engine, block: int, *, bits: bool, answers: bool =
             assert result.margins == expected.margins
         else:
             assert torch.allclose(logits, expected_logits, rtol=1e-3, atol=1e-3)
-    assert warm.prefixes is not None
-    assert warm.prefixes.block == block
+    assert warm.context.prefix_cache is not None
+    assert warm.context.prefix_cache.block == block
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ def turns(cold: Engine, warm: Engine, block: int, *, bits: bool, answers: bool =
 def test_answers_of_a_warm_engine_are_those_of_a_cold_one(name: str, forward: Any) -> None:
     model = make_model(name)
     cold, warm = made(model, forward=forward, prefix_bytes=0), made(model, forward=forward)
-    assert cold.prefixes is None
+    assert cold.context.prefix_cache is None
     turns(cold, warm, 64, bits=False)
 
 
@@ -355,7 +356,7 @@ def test_to_the_last_bit_too_where_the_loops_decode_16_bits_that_pytorch_reads(
     monkeypatch.setattr(step, "PREFILL_CHUNK", 32)
     model = make_model("Llama").to(dtype)
     cold, warm = made(model, prefix_bytes=0), made(model)
-    assert warm.reuse == Reuse(32, answers=False)
+    assert warm.context.reuse == Reuse(32, answers=False)
     turns(cold, warm, 32, bits=True, answers=False)
 
 
@@ -366,7 +367,7 @@ def test_strictly_whole_chunks_of_prompts_are_reused_to_the_last_bit(
     monkeypatch.setattr(step, "PREFILL_CHUNK", 32)
     model = make_model(name)
     cold, warm = (made(model, forward=forward, exactness="strict", prefix_bytes=most) for most in (0, None))
-    assert warm.reuse == Reuse(32, answers=False)
+    assert warm.context.reuse == Reuse(32, answers=False)
     turns(cold, warm, 32, bits=True, answers=False)
 
 
@@ -398,7 +399,7 @@ def test_a_tenant_is_forgotten_by_one_call(llama: PreTrainedModel) -> None:
     answer(engine, text, "b")
     engine.forget("a")
     assert answer(engine, text, "a")[0].stats.steps == first.steps
-    assert engine.prefixes is not None
+    assert engine.context.prefix_cache is not None
     engine.forget("a", learned=False)
     again = answer(engine, text, "a")[0].stats
     assert again.reused_tokens == 0
@@ -409,13 +410,13 @@ def test_a_tenant_is_forgotten_by_one_call(llama: PreTrainedModel) -> None:
 def test_the_bound_holds_while_many_prompts_pass(llama: PreTrainedModel) -> None:
     position = 2 * 2 * (8 + 8) * 4
     engine = made(llama, prefix_bytes=5 * 64 * position + 100)
-    assert engine.prefixes is not None
+    assert engine.context.prefix_cache is not None
     for seed in range(8):
         text = text_of(130, seed % 5)
         cold = answer(engine, text, tenant=str(seed))[0]
         assert answer(engine, text, tenant=str(seed))[0].token_ids == cold.token_ids
-        assert engine.prefixes.nbytes <= engine.prefixes.max_bytes
-    assert engine.prefixes.nbytes == 5 * 64 * position
+        assert engine.context.prefix_cache.nbytes <= engine.context.prefix_cache.max_bytes
+    assert engine.context.prefix_cache.nbytes == 5 * 64 * position
     assert answer(engine, text_of(130, 7 % 5), tenant="7")[0].stats.reused_tokens == 128
 
 
@@ -425,26 +426,37 @@ def test_only_an_answer_that_ended_is_kept(
 ) -> None:
     engine, text = made(llama), text_of(120)
     settings = SamplingParams(max_tokens=21, ignore_eos=True, speculate=False)
-    stream = engine.stream(Prompt(text), settings)
-    for _ in range(20):
-        next(stream)
-    if ending == "closed":
-        stream.close()
-    else:
+    steps = 0
 
-        def failing(*_: Any) -> Any:
-            raise RuntimeError("device lost")
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("device lost")
 
+    def at_the_last_step(function: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            return then(*args) if steps == 20 else function(*args)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        verify = engine.target.verify_batch
+        if ending == "closed":
+            closing = at_the_last_step(verify, lambda *args: (stream.close(), verify(*args))[1])
+            patch.setattr(engine.target, "verify_batch", closing)
+            steps = 1  # one before the last
         if ending == "failed":
-            monkeypatch.setattr(engine.target, "verify_batch", failing)
+            patch.setattr(engine.target, "verify_batch", at_the_last_step(verify, failing))
         if ending == "failed at the end":
-            monkeypatch.setattr(stream._request, "_record", failing)
-        if ending == "finished":
-            next(stream)
-        else:
+            patch.setattr(DecodeSequence, "_record", at_the_last_step(DecodeSequence._record, failing))
+            steps = -1  # the prefill records a token, too
+        stream = engine.submit(Prompt(text), settings)
+        if ending.startswith("failed"):
             with pytest.raises(RuntimeError, match="device lost"):
-                next(stream)
-        monkeypatch.undo()
+                list(stream)
+        else:
+            list(stream)
+        engine.between_steps(lambda: None)
     whole, _ = answer(made(llama, prefix_bytes=0), text, length=21)
     chat = [*text, *whole.token_ids]
     result, _ = answer(engine, chat)
@@ -460,8 +472,8 @@ def test_a_prompt_that_is_not_read_to_its_end_is_not_kept(
     monkeypatch.setattr(engine.target, "_forward", failing_at(engine.target._forward, 3))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="device lost"):
         answer(engine, text_of(150))
-    assert engine.prefixes is not None
-    assert len(engine.prefixes) == 0
+    assert engine.context.prefix_cache is not None
+    assert len(engine.context.prefix_cache) == 0
 
 
 def failing_at(function: Callable[..., Any], call: int) -> Callable[..., Any]:
@@ -517,7 +529,7 @@ def test_what_may_be_reused_of_a_text() -> None:
 def test_models_with_a_state_reuse_nothing() -> None:
     engine = made(make_model("Mamba"))
     assert engine.drafting == "none"
-    assert engine.prefixes is None
+    assert engine.context.prefix_cache is None
     engine.forget()
     assert [answer(engine, text_of(100))[0].stats.reused_tokens for _ in range(2)] == [0, 0]
 
@@ -525,7 +537,7 @@ def test_models_with_a_state_reuse_nothing() -> None:
 def test_models_with_adapters_reuse_nothing_because_adapters_change() -> None:
     model: Any = make_model("Llama")
     model.model.layers[0].self_attn.q_proj.merged_adapters = []
-    assert made(model).prefixes is None
+    assert made(model).context.prefix_cache is None
 
 
 def test_a_model_that_does_not_go_on_from_copies_reuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,7 +548,7 @@ def test_a_model_that_does_not_go_on_from_copies_reuses_nothing(monkeypatch: pyt
         self.set_committed(self.length - 1)
 
     monkeypatch.setattr(TreeCache, "restore", short)
-    assert made(make_model("GPT2")).prefixes is None
+    assert made(make_model("GPT2")).context.prefix_cache is None
 
 
 def test_the_rest_of_a_prompt_teaches_what_follows_its_tokens(llama: PreTrainedModel) -> None:
@@ -544,18 +556,18 @@ def test_the_rest_of_a_prompt_teaches_what_follows_its_tokens(llama: PreTrainedM
     prompt = Prompt((np.random.default_rng(0).permutation(VOCABULARY - 3) + 3).tolist())
     settings = SamplingParams(max_tokens=2, ignore_eos=True)
     for reused in (0, 64):
-        engine.learned.forget("t")
+        engine.context.draft_states.forget("t")
         assert engine.generate(prompt, settings, tenant="t", draft=draft).stats.reused_tokens == reused
     with torch.inference_mode():
         logits = llama(torch.tensor([prompt.token_ids])).logits[0]
-    table = engine.learned.of("t", draft).successors
+    table = engine.context.draft_states.of("t", draft).successors
     for at in range(65, len(prompt.token_ids)):
         assert table.after(prompt.token_ids[at - 1], prompt.token_ids[at])[0] == int(logits[at].argmax())
 
 
 def test_it_can_be_turned_off_and_its_bound_is_checked(llama: PreTrainedModel) -> None:
     off = made(llama, prefix_bytes=0)
-    assert (off.prefixes, off.reuse, off.prefix_bytes) == (None, None, 0)
+    assert (off.context.prefix_cache, off.context.reuse, off.prefix_bytes) == (None, None, 0)
     assert made(llama).prefix_bytes == 256 << 20
     with pytest.raises(ConfigError, match="prefix_bytes must be at least 0 .* not -1"):
         made(llama, prefix_bytes=-1)
@@ -565,5 +577,5 @@ def test_statistics_tell_what_was_reused(llama: PreTrainedModel) -> None:
     engine = made(llama)
     for reused in (0, 64):
         assert answer(engine, text_of(70))[0].stats.to_dict()["reused_tokens"] == reused
-    assert engine.prefixes is not None
-    assert (engine.prefixes.asked_tokens, engine.prefixes.reused_tokens) == (140, 64)
+    assert engine.context.prefix_cache is not None
+    assert (engine.context.prefix_cache.asked_tokens, engine.context.prefix_cache.reused_tokens) == (140, 64)

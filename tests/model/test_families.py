@@ -58,7 +58,7 @@ def made(model: PreTrainedModel, **options: Any) -> tuple[Engine, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = Engine(model, NoText(), draft=DraftConfig(max_nodes=16), **options)  # type: ignore[arg-type]
-    engine.costs = EverythingPays()  # type: ignore[assignment]
+    engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
     return engine, [str(note.message) for note in caught if issubclass(note.category, ReaderWarning)]
 
 
@@ -120,7 +120,7 @@ def test_answers_read_in_turn_are_those_read_alone(name: str) -> None:
     engine, _ = made(make_model(name), forward="torch")
     prompts = [[5], prompt_of(9), prompt_of(30)]
     alone = [answer(engine, prompt, 12).token_ids for prompt in prompts]
-    streams = [engine.stream(Prompt(prompt), SamplingParams(max_tokens=12)) for prompt in prompts]
+    streams = [engine.submit(Prompt(prompt), SamplingParams(max_tokens=12)) for prompt in prompts]
     running = list(streams)
     while running:
         running = [stream for stream in running if next(stream, None) is not None]
@@ -399,7 +399,7 @@ def test_no_profile_is_made_of_a_model_that_verifies_no_trees() -> None:
     engine, _ = made(make_model("Bloom"))
     engine.tokenizer.get_vocab = lambda: {"a": 0}  # type: ignore[method-assign]
     with pytest.raises(UnsupportedModelError, match="verifies no trees"):
-        profiling.make_profile(engine)
+        profiling.make_profile(engine.target, engine.tokenizer, name="bloom", drafting=engine.drafting)
 
 
 # Experts

@@ -32,7 +32,7 @@ def make_engine(model: PreTrainedModel, forward: Forward = "auto", exactness: Ex
         forward=forward,
         exactness=exactness,
     )
-    engine.costs = EverythingPays()  # type: ignore[assignment]
+    engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
     return engine
 
 
@@ -254,7 +254,7 @@ def test_token_ids_beyond_16_bits_are_drafted_and_accepted(forward: Forward) -> 
 
 def test_prompts_of_a_padded_batch_have_the_answers_that_the_batch_has(tiny_tokenizer: Any, tiny_model: Any) -> None:
     engine = Engine(tiny_model, tiny_tokenizer)
-    engine.costs = EverythingPays()  # type: ignore[assignment]
+    engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
     texts = ["the cat and the dog and the cat", "in", "a the of\n" * 6]
     batch = tiny_tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
     assert (batch["attention_mask"][:2, 0] == 0).all()

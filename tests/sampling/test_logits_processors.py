@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -65,9 +66,13 @@ SAMPLED = SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=5)
 @pytest.fixture(scope="module")
 def engine(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Engine:
     """An engine over the tiny model that verifies everything it drafts."""
-    made = Engine(tiny_model, tiny_tokenizer, draft=DraftConfig(max_nodes=24))
-    made.costs = EverythingPays()  # type: ignore[assignment]
-    return made
+    return made(tiny_model, tiny_tokenizer)
+
+
+def made(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Engine:
+    engine = Engine(model, tokenizer, draft=DraftConfig(max_nodes=24))
+    engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -220,16 +225,17 @@ def test_a_bad_word_without_tokens_is_refused(engine: Engine, prompt: Prompt) ->
         make_processors(SamplingParams(bad_words=("x",)), Silent(), **settings)  # type: ignore[arg-type]
 
 
-def test_an_answer_has_at_least_min_tokens(engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt) -> None:
+def test_an_answer_has_at_least_min_tokens(
+    engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = engine.generate(prompt, SamplingParams(max_tokens=1)).token_ids[0]
-    ends = engine.eos_ids
-    engine.eos_ids = frozenset({END, first})  # an answer that would end at once
-    try:
-        assert len(engine.generate(prompt, SamplingParams(max_tokens=TOKENS)).token_ids) == 1
-        result = both(engine, prompt, SamplingParams(max_tokens=TOKENS, min_tokens=9))
-        expected = theirs(tiny_model, prompt, eos_token_id=[END, first], min_new_tokens=9)
-    finally:
-        engine.eos_ids = ends
+    ends = copy(tiny_model.generation_config)
+    ends.eos_token_id = [END, first]  # an answer that would end at once
+    monkeypatch.setattr(tiny_model, "generation_config", ends)
+    engine = made(tiny_model, engine.tokenizer)
+    assert len(engine.generate(prompt, SamplingParams(max_tokens=TOKENS)).token_ids) == 1
+    result = both(engine, prompt, SamplingParams(max_tokens=TOKENS, min_tokens=9))
+    expected = theirs(tiny_model, prompt, eos_token_id=[END, first], min_new_tokens=9)
     assert len(result.token_ids) >= 9
     assert result.token_ids == expected
 
@@ -310,7 +316,7 @@ def test_what_a_processor_remembers_stays_in_its_answer(engine: Engine, prompt: 
 def test_streams_read_in_turn_share_no_state(engine: Engine, prompt: Prompt) -> None:
     given = Alternating()
     alone = engine.generate(prompt, SamplingParams(max_tokens=TOKENS), logits_processor=[given]).token_ids
-    streams = [engine.stream(prompt, SamplingParams(max_tokens=TOKENS), logits_processor=[given]) for _ in range(2)]
+    streams = [engine.submit(prompt, SamplingParams(max_tokens=TOKENS), logits_processor=[given]) for _ in range(2)]
     running = list(streams)
     while running:
         running = [stream for stream in running if next(stream, None) is not None]
@@ -406,7 +412,7 @@ def test_what_cannot_be_called_or_copied_is_refused_before_any_work(engine: Engi
         ([Sealed()], "cannot be copied.*a file is open"),
     ):
         with pytest.raises(ConfigError, match=message):
-            engine.stream(prompt, **{kind: wrong})  # type: ignore[arg-type]
+            engine.submit(prompt, **{kind: wrong})  # type: ignore[arg-type]
 
 
 # What ends an answer
@@ -525,7 +531,7 @@ def test_a_grammar_without_drafts_learns_nothing_wrong(engine: Engine, prompt: P
 def test_a_grammar_that_does_not_compile_is_refused_before_any_work(engine: Engine, prompt: Prompt) -> None:
     pytest.importorskip("llguidance")
     with pytest.raises(ConfigError, match="this regex grammar cannot be followed"):
-        engine.stream(prompt, SamplingParams(grammar=Grammar.regex("a(b")))
+        engine.submit(prompt, SamplingParams(grammar=Grammar.regex("a(b")))
 
 
 # Log-probabilities
@@ -554,7 +560,7 @@ def test_log_probabilities_are_the_models_own(
 
 def test_log_probabilities_come_with_the_chunks_and_end_with_the_answer(engine: Engine, prompt: Prompt) -> None:
     settings = SamplingParams(max_tokens=TOKENS, logprobs=0, stop=("e",))
-    with engine.stream(prompt, settings) as stream:
+    with engine.submit(prompt, settings) as stream:
         chunks = list(stream)
         result = stream.result
     assert tuple(held for chunk in chunks for held in chunk.logprobs) == result.logprobs

@@ -15,7 +15,6 @@ from reader_rag.bench.measured import PeakMemory
 from reader_rag.config import BatchConfig
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.observer import Load, Observer, StepReport
-from reader_rag.engine.scheduler import Scheduler
 from reader_rag.errors import ConfigError
 
 _GROUP = 2
@@ -165,7 +164,7 @@ def compare_batch(
     if "hf" in chosen and any(task.forced is not None or task.generation.temperature > 0 for _, task in tasks):
         raise ConfigError("hf cannot replay a trace or sample in batches: use --methods plain,reader only")
     engine.close()
-    engine.scheduler = Scheduler(engine, BatchConfig(max_rows=batch))
+    engine.scheduler.limits = BatchConfig(max_rows=batch)
     groups = [tasks[first : first + _GROUP * batch] for first in range(0, len(tasks), _GROUP * batch)]
     for name in chosen:
         known[name](engine, [shortened(task) for _, task in groups[0][:batch]])

@@ -71,7 +71,7 @@ def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
     generation, sampler = request_of(task, speculate=speculate)
     engine.forget(_TENANT)  # every prompt starts with the draft state of a new process
     started = time.perf_counter()
-    with engine.stream(task.prompt, generation, sampler=sampler, tenant=_TENANT) as stream:
+    with engine.submit(task.prompt, generation, sampler=sampler, tenant=_TENANT) as stream:
         next(stream)
         first = time.perf_counter()
         for _ in stream:

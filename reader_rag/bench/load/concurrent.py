@@ -130,10 +130,7 @@ def _round(
     while (left.running or left.waiting) and time.monotonic() < until:
         time.sleep(0.001)  # requests cancelled last end with the next step
         left = engine.busy
-    with engine.lock:
-        gc.collect()
-        held = sum(cache.nbytes for cache in gc.get_objects() if isinstance(cache, TreeCache))
-        prefixes = engine.prefixes.nbytes if engine.prefixes is not None else 0
+    held, prefixes = engine.between_steps(lambda: _held_bytes(engine))
     counts = Counter(outcome for outcome, _ in outcomes)
     return {
         "right": counts["right"],
@@ -167,3 +164,11 @@ def _send_bad(engine: Engine, prompt: Prompt, generation: SamplingParams, how: i
     except (PromptError, _Refused):
         return "refused"
     return "not refused"
+
+
+def _held_bytes(engine: Engine) -> tuple[int, int]:
+    """Bytes of all KV caches that are alive, and of the prefix cache."""
+    gc.collect()
+    held = sum(cache.nbytes for cache in gc.get_objects() if isinstance(cache, TreeCache))
+    prefixes = engine.context.prefix_cache
+    return held, prefixes.nbytes if prefixes is not None else 0

@@ -154,7 +154,7 @@ def verify(
 
 
 def _answer(engine: Engine, prompt: Prompt, generation: SamplingParams, outcome: Verification) -> _Answer:
-    watch = _Watch(engine.sampler(prompt, generation))
+    watch = _Watch(engine.requests.sampler(prompt, generation))
     engine.forget(_TENANT, learned=False)  # no prefill is shared
     result = engine.generate(prompt, generation, sampler=watch, tenant=_TENANT)
     stats = result.stats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from reader_rag.cli.main import app
 from reader_rag.draft.profile import Profile, fingerprint, profiles
 from reader_rag.engine import profiling
 from reader_rag.engine.engine import Engine
-from reader_rag.engine.profiling import make_profile
+from reader_rag.model.successor_profile import make_profile
 
 
 def asked(model: LlamaForCausalLM, first: int, vocabulary: int) -> torch.Tensor:
@@ -35,9 +36,13 @@ def assert_best(profile: Profile, logits: torch.Tensor) -> None:
     assert (listed == best.indices).float().mean() > 0.99
 
 
+def profile_of(engine: Engine, **options: Any) -> Profile:
+    return make_profile(engine.target, engine.tokenizer, name=engine.name, drafting=engine.drafting, **options)
+
+
 @pytest.fixture(scope="module")
 def profile(tiny_engine: Engine) -> Profile:
-    return make_profile(tiny_engine)
+    return profile_of(tiny_engine)
 
 
 def test_each_row_is_what_the_model_finds_likely_after_the_first_token_and_that_one(
@@ -57,7 +62,7 @@ def test_the_number_of_tokens_asked_at_once_changes_nothing(
     profile: Profile, tiny_engine: Engine, tiny_model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiling, "_AT_ONCE", 37)
-    again = make_profile(tiny_engine)
+    again = profile_of(tiny_engine)
     assert_best(again, asked(tiny_model, 1, len(profile.tokens)))
 
 
@@ -66,7 +71,7 @@ def test_a_profile_made_by_the_models_own_forward_is_the_same(
 ) -> None:
     engine = Engine(tiny_model, tiny_tokenizer, forward="torch")
     assert engine.target.cpu is None
-    assert_best(make_profile(engine), asked(tiny_model, 1, len(tiny_tokenizer)))
+    assert_best(profile_of(engine), asked(tiny_model, 1, len(tiny_tokenizer)))
 
 
 def test_a_profile_names_its_model_and_vocabulary(profile: Profile, tiny_engine: Engine) -> None:
@@ -80,7 +85,7 @@ def test_progress_is_told_after_each_pass_up_to_the_whole_vocabulary(
     size = len(tiny_engine.tokenizer)
     monkeypatch.setattr(profiling, "_AT_ONCE", 200)
     told: list[tuple[int, int]] = []
-    make_profile(tiny_engine, lambda done, of: told.append((done, of)))
+    profile_of(tiny_engine, progress=lambda done, of: told.append((done, of)))
     assert told == [(200, size), (size, size)]
 
 
@@ -118,7 +123,7 @@ def test_the_command_writes_what_is_found_by_a_later_engine(
     assert profiles(tmp_path / "cache" / "profiles")[0].vocabulary == profile.vocabulary
     # An engine over the same vocabulary now drafts from it.
     engine = Engine(tiny_model, tiny_tokenizer)
-    assert np.array_equal(engine.learned.of("", engine.draft).successors.prior, profile.tokens)
+    assert np.array_equal(engine.context.draft_states.of("", engine.config.draft).successors.prior, profile.tokens)
 
 
 def test_the_command_writes_where_it_is_told(

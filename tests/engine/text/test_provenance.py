@@ -20,7 +20,7 @@ DRAFT = DraftConfig(max_nodes=16, max_successors=0, calibrates=False)
 def engine(tiny_engine: Engine) -> Engine:
     """An engine of byte tokens that verifies everything it drafts."""
     made = Engine(tiny_engine.model, tiny_engine.tokenizer)
-    made.costs = EverythingPays()  # type: ignore[assignment]
+    made.context.costs.current = EverythingPays()  # type: ignore[assignment]
     return made
 
 
@@ -29,7 +29,7 @@ def say(
 ) -> Generation:
     """An answer whose tokens are those of this text."""
     encoded = engine.encode(prompt)
-    tokens = engine.tokenize(answer, special=False).token_ids
+    tokens = engine.context.tokenize(answer).token_ids
     start = len(encoded.token_ids)
     options = SamplingParams(max_tokens=len(tokens), stop=stop, ignore_eos=True)
     result = engine.generate(
@@ -118,7 +118,7 @@ def test_the_targets_own_token_goes_on_a_copy_where_it_is_the_next_one(engine: E
     # With one node a step every second token is the target's own, and the passage's next one.
     passage = Passage("p", "KLMN 789 QRST")
     encoded = engine.encode("?")
-    tokens = engine.tokenize(passage.text, special=False).token_ids
+    tokens = engine.context.tokenize(passage.text).token_ids
     result = engine.generate(
         encoded,
         SamplingParams(max_tokens=len(tokens)),
@@ -151,8 +151,8 @@ def test_an_empty_passage_is_nothing(engine: Engine) -> None:
 def test_a_closed_stream_still_knows_what_was_copied(engine: Engine) -> None:
     passage = Passage("p", "KLMN 789 QRST")
     encoded = engine.encode("?")
-    tokens = engine.tokenize(passage.text, special=False).token_ids
-    stream = engine.stream(
+    tokens = engine.context.tokenize(passage.text).token_ids
+    stream = engine.submit(
         encoded,
         SamplingParams(max_tokens=len(tokens)),
         [passage],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reader_rag.engine.detokenizer import Detokenizer
+from reader_rag.engine.text.detokenizer import Detokenizer
 
 
 class Words:

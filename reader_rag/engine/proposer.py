@@ -1,0 +1,192 @@
+"""The drafts of one sequence: what it may copy from, what it proposes, and what it learns from verified drafts."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import numpy as np
+import torch
+
+from reader_rag.config import DraftConfig
+from reader_rag.draft.context_index import ContextIndex
+from reader_rag.draft.tree import DATASTORE, SOURCES, SUCCESSOR, DraftTree
+from reader_rag.draft.tree_builder import NO_CANDIDATES, TreeBuilder
+from reader_rag.engine.context import DecodeContext
+from reader_rag.engine.request import Request
+from reader_rag.engine.text.provenance import Provenance
+from reader_rag.errors import DatastoreError
+from reader_rag.sampling.topk import TopK, top_tokens
+
+_log = logging.getLogger(__name__)
+
+_LEAST_COPY = 3
+"""Tokens before one from the datastore that must match prompt or passages, for it to count as copied from there."""
+
+
+def index_texts(context: DecodeContext, request: Request, max_tokens: int) -> tuple[ContextIndex, Provenance]:
+    """Index what a request may copy from: its prompt, its passages, and room for what it emits.
+
+    It takes time where passages are long, and uses nothing but the tokenizer: any thread may call it.
+
+    Args:
+        context: The engine's.
+        request: The request.
+        max_tokens: Most tokens that it emits.
+    """
+    index = ContextIndex(
+        request.prompt.token_ids,
+        max_occurrences=request.draft.max_occurrences,
+        max_passage_tokens=request.draft.max_passage_tokens,
+        reserve=max_tokens,
+    )
+    provenance = Provenance(index, request.prompt)
+    for passage in request.passages:
+        if passage.text.strip() and not provenance.mark(passage):
+            text = context.tokenize(passage.text)
+            provenance.add(passage, text.token_ids, text.offsets)
+    return index, provenance
+
+
+class Proposer:
+    """Proposes the drafts of one sequence and learns from what was verified.
+
+    Args:
+        context: The engine's.
+        request: The request.
+        draft: How drafts are made.
+        index: What it may copy from.
+        provenance: Which passage and characters each token was copied from.
+
+    Attributes:
+        index: As given.
+        provenance: As given.
+    """
+
+    def __init__(
+        self, context: DecodeContext, request: Request, draft: DraftConfig, index: ContextIndex, provenance: Provenance
+    ) -> None:
+        self.index = index
+        self.provenance = provenance
+        state = context.draft_states.of(request.tenant, draft)
+        lookup = context.lookup if request.recalls and draft.max_nodes and request.params.speculate else None
+        self._builder = TreeBuilder(
+            max_nodes=draft.max_nodes,
+            max_depth=draft.max_depth,
+            min_probability=draft.min_probability,
+            max_occurrences=draft.max_occurrences,
+            max_candidates=0 if lookup is None else 2 * lookup.config.max_places,
+            successors=state.successors,
+            calibration=state.calibration,
+        )
+        self._lookup = None if lookup is None else lookup.begin(request.tenant, request.prompt.token_ids)
+        self._successors = state.successors if draft.max_successors else None
+
+    @property
+    def acceptance_ratio(self) -> float:
+        """Accepted tokens over expected ones in this sequence; see `TreeBuilder.acceptance_ratio`."""
+        return self._builder.acceptance_ratio
+
+    @property
+    def learns(self) -> bool:
+        """Whether the successor table is updated from verified logits."""
+        return self._successors is not None
+
+    @property
+    def used_documents(self) -> Counter[tuple[str, str]]:
+        """Accepted tokens by namespace and document of the datastore."""
+        return Counter() if self._lookup is None else self._lookup.used
+
+    def propose(self, depth: int) -> DraftTree:
+        """The best draft tree of all sources.
+
+        Args:
+            depth: Most tokens on a path.
+        """
+        candidates = NO_CANDIDATES
+        if self._lookup is not None:
+            try:
+                candidates = self._lookup.look_up()
+            except (DatastoreError, OSError):
+                _log.exception("the datastore cannot be searched any more: this answer is drafted without it")
+                self._lookup = None
+        return self._builder.build(self.index, candidates=candidates, max_depth=depth)
+
+    def skip(self) -> DraftTree:
+        """No draft for this step; acceptance is not counted for it."""
+        return self._builder.skip()
+
+    def observe(self, tree: DraftTree, accepted: list[int], emitted: list[int]) -> Counter[str]:
+        """Extend the index by emitted tokens, record where they came from, and count how the draft was accepted.
+
+        Args:
+            tree: The verified draft.
+            accepted: Accepted nodes, a path from the root.
+            emitted: Emitted tokens: those of the accepted nodes, then one that was not drafted.
+
+        Returns:
+            Accepted nodes by source.
+        """
+        sources: Counter[str] = Counter()
+        for k, token in enumerate(emitted):
+            if k < len(accepted):
+                sources[self._record(tree, accepted[k], token)] += 1
+            else:
+                self.provenance.undrafted(token)
+            if self._lookup is not None:  # the next token's place is found from the matches up to it
+                self._extend([token])
+        self._builder.observe(emitted)
+        if self._lookup is None:
+            self._extend(emitted)
+        return sources
+
+    def learn_prompt(self, before: int, start: int, logits: torch.Tensor) -> None:
+        """Learn successors from a chunk of the prompt.
+
+        Args:
+            before: Tokens of the prompt before the part that is prefilled.
+            start: Position of the chunk's first token in that part.
+            logits: [chunk, vocabulary].
+        """
+        assert self._successors is not None
+        self._successors.learn_text(self.index.sequence, before + start, top_tokens(logits))
+
+    def learn(self, root: int, tree: DraftTree, logits: torch.Tensor, top: TopK | None) -> None:
+        """Learn successors from a verified tree, rejected nodes included.
+
+        Args:
+            root: The last emitted token, which is the last of the index.
+            tree: The draft.
+            logits: [1 + nodes, vocabulary].
+            top: Their best tokens, where they are known already.
+        """
+        assert self._successors is not None
+        sequence = self.index.sequence
+        tokens = np.concatenate([np.array([root], np.int32), tree.tokens])
+        before = np.concatenate([sequence[-2:-1] if len(sequence) > 1 else [-1], tokens[tree.parents + 1]])
+        known = None if top is None else top.best
+        self._successors.learn(before, tokens, top_tokens(logits) if known is None else known)
+
+    def _extend(self, tokens: list[int]) -> None:
+        self.index.extend(tokens)
+        if self._lookup is not None:
+            self._lookup.extend(tokens)
+
+    def _record(self, tree: DraftTree, node: int, token: int) -> str:
+        """Record where an accepted node came from; returns its source's name."""
+        source, position = int(tree.sources[node]), int(tree.positions[node])
+        if source == DATASTORE:
+            # An earlier answer may have copied it from what this prompt has, too.
+            place = self.index.find_copy(token, _LEAST_COPY)
+            if place is None:
+                self.provenance.undrafted(token)
+            else:
+                self.provenance.drafted(*place)
+            if self._lookup is not None:
+                self._lookup.accepted(position)
+            return SOURCES[DATASTORE]
+        if source == SUCCESSOR:
+            self.provenance.undrafted(token)
+            return SOURCES[SUCCESSOR]
+        self.provenance.drafted(source, position)
+        return SOURCES[source] if self.index.locate(source, position).passage_id is None else "passage"

@@ -1,0 +1,222 @@
+"""What one answer is asked for, and how that is checked and prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from reader_rag.config import DraftConfig, SamplingParams
+from reader_rag.engine.outputs import Passage, Prompt
+from reader_rag.errors import PromptError
+from reader_rag.sampling.constrained import Constraint, GrammarCompiler
+from reader_rag.sampling.logits_processors import copy_processors, make_processors
+from reader_rag.sampling.sampler import Processor, Sampler, make_sampler
+from reader_rag.util.fork import check_not_forked
+
+StoppingCriterion = Callable[[torch.Tensor, None], Any]
+"""A `StoppingCriteria` of `transformers`, or a function like it: token ids [1, length] and None to whether to stop."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may be asked for besides a prompt, its `SamplingParams` and passages.
+
+    Attributes:
+        tenant: Whose request it is; nothing that is learned or kept of one tenant's text is used for another's.
+        draft: How drafts are made; the engine's `DraftConfig` by default.
+        logits_processor: Processors of `transformers`, or functions of (token ids [1, length], scores
+            [1, vocabulary]): applied after those of the sampling parameters and before temperature and the like, once
+            for every token, in order, with all tokens before it. A request works on copies of them, which begin in
+            the state that these are in. They run on the engine's thread and cannot call the engine.
+        stopping_criteria: Criteria of `transformers`, or functions of (token ids [1, length], None), called after
+            every token, on copies as well.
+        sampler: Chooses the tokens in place of sampling parameters and processors.
+        recall: False leaves the datastore alone: it is not searched, and the answer is not kept there.
+    """
+
+    tenant: str
+    draft: DraftConfig | None
+    logits_processor: Sequence[Processor]
+    stopping_criteria: Sequence[StoppingCriterion]
+    sampler: Sampler | None
+    recall: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one answer is asked for, checked and prepared.
+
+    Attributes:
+        prompt: The prompt's tokens, text and character offsets.
+        params: Length, stop strings, sampling.
+        draft: How drafts are made.
+        sampler: Chooses the tokens.
+        passages: Texts that the answer may repeat.
+        tenant: Whose request it is.
+        criteria: Decide after every token whether to stop.
+        constraint: The state of the answer's grammar; None without one.
+        recalls: Whether the engine's datastore is searched and may keep the answer.
+        has_callbacks: Whether sampler or criteria are code of the caller's.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    draft: DraftConfig
+    sampler: Sampler
+    passages: tuple[Passage, ...] = ()
+    tenant: str = ""
+    criteria: Sequence[StoppingCriterion] = ()
+    constraint: Constraint | None = None
+    recalls: bool = True
+    has_callbacks: bool = False
+
+
+class RequestBuilder:
+    """Checks what an engine is asked for and prepares it whole.
+
+    Args:
+        model: The engine's model.
+        tokenizer: Its tokenizer.
+        name: What messages call the model.
+        device: Where logits are computed.
+        context_window: Most tokens of prompt and answer.
+        draft: How drafts are made unless a request says otherwise.
+
+    Attributes:
+        eos_ids: Tokens that end an answer.
+        vocabulary: Token ids that the model has an embedding of.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        device: torch.device,
+        context_window: int,
+        draft: DraftConfig,
+    ) -> None:
+        width = _logits_width(model)
+        self.eos_ids = _eos_ids(model, tokenizer)
+        # A token id out of range ends the whole process on some devices, and all its answers.
+        self.vocabulary = int(getattr(model.get_input_embeddings(), "num_embeddings", 0)) or width
+        self._grammars = GrammarCompiler(tokenizer, width, self.eos_ids)
+        self._tokenizer = tokenizer
+        self._name = name
+        self._device = device
+        self._context_window = context_window
+        self._draft = draft
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        passages: Sequence[Passage] = (),
+        options: RequestOptions | None = None,
+    ) -> Request:
+        """Make a request of the arguments of `Engine.submit`.
+
+        Args:
+            prompt: What to continue.
+            params: Length, stop strings, sampling; None: the defaults.
+            passages: Texts that the answer may repeat.
+            options: What else is asked for.
+
+        Raises:
+            ConfigError: A processor, a criterion, a grammar or a setting cannot be used.
+            ForkError: This process was forked after the model was loaded.
+            MissingDependencyError: There is a grammar, and llguidance is not installed.
+            PromptError: The prompt is empty, holds unknown tokens, or leaves no room in the model's context.
+        """
+        check_not_forked()
+        options = options or {}
+        unknown = options.keys() - RequestOptions.__annotations__.keys()
+        if unknown:
+            known = ", ".join(RequestOptions.__annotations__)
+            raise TypeError(f"unexpected argument {', '.join(sorted(unknown))}; there are {known}")
+        self._check(prompt)
+        params = params or SamplingParams()
+        given = options.get("logits_processor", ())
+        processors, criteria = copy_processors(given, options.get("stopping_criteria", ()))
+        sampler, constraint = options.get("sampler"), None
+        has_callbacks = sampler is not None or bool(processors or criteria)
+        if sampler is None:
+            constraint = self._constraint(prompt, params)
+            sampler = self.sampler(prompt, params, processors, constraint)
+        return Request(
+            prompt=prompt,
+            params=params,
+            draft=options.get("draft") or self._draft,
+            sampler=sampler,
+            passages=tuple(passages),
+            tenant=options.get("tenant", ""),
+            criteria=criteria,
+            constraint=constraint,
+            recalls=options.get("recall", True),
+            has_callbacks=has_callbacks,
+        )
+
+    def sampler(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        logits_processor: Sequence[Processor] = (),
+        constraint: Constraint | None = None,
+    ) -> Sampler:
+        """What chooses the tokens of one answer.
+
+        Args:
+            prompt: What the answer continues.
+            params: Its grammar is held by `constraint`.
+            logits_processor: Processors of the caller's; they are not copied.
+            constraint: The grammar's state in this answer; None makes a new one where there is a grammar.
+
+        Raises:
+            ConfigError: A processor or a setting cannot be used.
+        """
+        constraint = constraint or self._constraint(prompt, params)
+        processors = make_processors(
+            params,
+            self._tokenizer,
+            prompt_tokens=len(prompt.token_ids),
+            eos_ids=sorted(self.eos_ids),
+            device=self._device,
+            given=logits_processor,
+            last=[] if constraint is None else [constraint],
+        )
+        return make_sampler(params, processors)
+
+    def _check(self, prompt: Prompt) -> None:
+        length = len(prompt.token_ids)
+        if not length:
+            raise PromptError("the prompt is empty; ask something")
+        if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.vocabulary:
+            wrong = next(token for token in prompt.token_ids if not 0 <= token < self.vocabulary)
+            raise PromptError(f"the prompt has a token {wrong}, and {self._name} knows 0..{self.vocabulary - 1}")
+        if length >= self._context_window:
+            raise PromptError(
+                f"the prompt has {length} tokens, and {self._name} reads at most {self._context_window - 1}; "
+                "shorten it, or retrieve fewer passages (--top-k)"
+            )
+
+    def _constraint(self, prompt: Prompt, params: SamplingParams) -> Constraint | None:
+        if params.grammar is None:
+            return None
+        return Constraint(self._grammars.compile(params.grammar), len(prompt.token_ids))
+
+
+def _logits_width(model: PreTrainedModel) -> int:
+    """Width of the model's logits; it may be more than the tokenizer's vocabulary."""
+    width = getattr(model.get_output_embeddings(), "out_features", None)
+    return int(width or model.config.get_text_config(decoder=True).vocab_size)
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends an answer: those of the generation configuration and the tokenizer's own."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids: list[Any] = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+    ids.append(getattr(tokenizer, "eos_token_id", None))
+    return frozenset(int(i) for i in ids if i is not None)

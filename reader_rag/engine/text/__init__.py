@@ -1,0 +1,1 @@
+"""From tokens to text: detokenization, and which characters were copied from where."""
