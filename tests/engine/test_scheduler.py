@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import threading
 import time
 import weakref
@@ -289,24 +288,6 @@ class TestOrder:
         assert running.result.token_ids
         assert not other.result.token_ids
         drain(engine)
-
-    def test_a_prompt_read_by_its_own_thread_lets_the_others_step_between_its_chunks(
-        self, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(step_module, "PREFILL_CHUNK", 32)
-        engine = make_engine(forward="torch")
-        events: list[str] = []
-        read, verify = engine.target._read_chunk, engine.target.verify_batch  # type: ignore[attr-defined]
-        monkeypatch.setattr(engine.target, "_read_chunk", lambda *a: events.append("read") or read(*a))
-        monkeypatch.setattr(engine.target, "verify_batch", lambda steps: events.append("step") or verify(steps))
-        going = engine.submit(engine.encode("a"), ask(max_tokens=1000))
-        next(going)
-        with engine.submit(engine.encode(TEXTS[1] * 8), ask(max_tokens=2)) as stream:
-            next(stream)
-        reads = [at for at, event in enumerate(events) if event == "read"][1:]
-        assert len(reads) >= 5
-        assert any(later - earlier > 1 for earlier, later in itertools.pairwise(reads))
-        going.close()
 
     def test_a_request_that_waits_for_room_is_not_overtaken(self, make_engine: Callable[..., Engine]) -> None:
         position = make_engine().target.cache_bytes(1, 0) // 2
@@ -908,13 +889,13 @@ def test_prompts_teach_nothing_where_many_texts_share_passes_and_drafts_hardly_p
 ) -> None:
     engine, taught = make_engine(by_hand=True, max_rows=3), []
     engine.context.costs.current = costs
-    read = step_module.Target.read
+    read = step_module.Target.prefill_chunks
 
     def noted(self: Any, tokens: Any, cache: Any, seen: Any = None) -> Any:
         taught.append(seen is not None)
         return read(self, tokens, cache, seen)
 
-    monkeypatch.setattr(step_module.Target, "read", noted)
+    monkeypatch.setattr(step_module.Target, "prefill_chunks", noted)
     prompts = [engine.context.tokenize(text) for text in TEXTS[:texts]]
     streams = [engine.submit(prompt, ask()) for prompt in prompts]
     drain(engine)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from reader_rag.cli.main import app
 from reader_rag.draft.profile import Profile, fingerprint, profiles
-from reader_rag.engine import profiling
 from reader_rag.engine.engine import Engine
+from reader_rag.model import successor_profile as profiling
 from reader_rag.model.successor_profile import make_profile
 
 
