@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from reader_rag.datastore.kernels import suffix_array
 from reader_rag.errors import DatastoreMismatchError, MissingDependencyError
+from reader_rag.util.fork import note_threads
 
 _RANKED = 4
 """Texts of so many times 65,536 tokens are sorted by the ranks of the tokens that occur in them."""
@@ -99,6 +100,7 @@ class TokenCodec:
             int32 [entries].
 
         Raises:
+            ForkError: This process was forked after OpenMP's threads had started.
             MissingDependencyError: pydivsufsort is not installed.
         """
         try:
@@ -114,6 +116,7 @@ class TokenCodec:
             width = (int(codes[-1]).bit_length() + 7) // 8 or 1
         text = np.empty(count * width, np.uint8)
         suffix_array.encode_backwards(stored, count, codes, width, text)
+        note_threads()
         order = divsufsort(text)
         # Sorting a long text takes most of a machine's memory, so the result overwrites its input.
         positions = order if order.dtype == np.int32 else np.empty(count, np.int32)

@@ -279,11 +279,11 @@ class Scheduler:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the worker thread has something to do, be it to end."""
+        """Whether the worker thread has something to do, or is to end."""
         return self.has_work or self._closing
 
     def ends(self) -> bool:
-        """Whether the worker thread may end, which it then does; under `_changed`."""
+        """Whether the worker thread ends; under `_changed`."""
         if self.has_work:
             return False
         self._worker, self._closing = None, False
@@ -307,9 +307,7 @@ class Scheduler:
             cancelled = self._take_out(lambda row: row.delivery.cancelled)
             admitted = self._admit()
             now = time.monotonic()
-            late = []
-            if limit is not None:
-                late = self._take_out(lambda row: not row.patient and now - row.submitted > limit)
+            late = self._take_out(lambda row: limit is not None and not row.patient and now - row.submitted > limit)
             calls = list(self._calls)
             self._calls.clear()
         for row in cancelled:

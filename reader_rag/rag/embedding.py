@@ -11,6 +11,7 @@ from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
 from reader_rag.errors import ModelError, ModelNotFoundError, ReaderError
+from reader_rag.util.fork import check_not_forked, note_threads
 from reader_rag.util.quiet import quiet_loading
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class LocalEmbedding(SizedEmbedding):
         return len(self.tokenize(text))
 
     def _get_query_embedding(self, query: str) -> Embedding:
+        check_not_forked()
         with self._lock:
             vectors = self._model.encode_query([query], normalize_embeddings=True, show_progress_bar=False)
         return [float(x) for x in vectors[0]]
@@ -120,6 +122,7 @@ class LocalEmbedding(SizedEmbedding):
         return self._get_text_embeddings([text])[0]
 
     def _get_text_embeddings(self, texts: list[str]) -> list[Embedding]:
+        check_not_forked()
         with self._lock:
             vectors = self._model.encode_document(
                 texts, batch_size=self.embed_batch_size, normalize_embeddings=True, show_progress_bar=False
@@ -139,6 +142,7 @@ class LocalEmbedding(SizedEmbedding):
 def _load(model_name: str, device: str | None, trust_remote_code: bool) -> SentenceTransformer:
     from reader_rag.model.registry import resolve_embed_model
 
+    note_threads()
     place = resolve_embed_model(model_name)
     try:
         with quiet_loading():

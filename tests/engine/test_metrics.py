@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from waiting import wait_until
 
 from reader_rag.config import BatchConfig, SamplingParams
 from reader_rag.draft.tree import SOURCES
@@ -249,8 +249,7 @@ class TestEndsAreToldOnce:
             assert started.wait(timeout=60)
             with ThreadPoolExecutor(1) as other:
                 submitted = other.submit(scheduler.submit, asked[1])
-                while not scheduler.load.waiting:
-                    time.sleep(0.001)
+                wait_until(lambda: scheduler.load.waiting, "the second request is in the queue")
                 goes_on.set()
                 submitted.result(timeout=60).close()
         finally:

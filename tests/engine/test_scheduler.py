@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 )
 from tiny_models import make_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from waiting import wait_until
 
 from reader_rag.config import BatchConfig, DraftConfig, SamplingParams
 from reader_rag.engine import scheduler as scheduler_module
@@ -872,8 +873,7 @@ def test_two_hundred_requests_leave_nothing_behind(
         with ThreadPoolExecutor(16) as pool:
             outcomes = list(pool.map(one, range(200)))
         assert [outcomes.count(kind) for kind in ("right", "closed", "bad")] == [170, 20, 10]
-        while engine.busy != IDLE:  # the last that were closed
-            time.sleep(0.001)
+        wait_until(lambda: engine.busy == IDLE, "the last that were closed have ended")
         assert engine.between_steps(lambda: held(caches)) == before
 
 
