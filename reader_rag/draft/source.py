@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.draft.tree import DraftTree
+from reader_rag.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,3 +141,25 @@ class DraftSource(Protocol):
 SourceFactory = Callable[[], DraftSource]
 """Makes the source of one request; a class without arguments is one. What is to be shared between requests, such as a
 model, belongs to the factory."""
+
+
+def make_sources(factories: Sequence[SourceFactory]) -> tuple[DraftSource, ...]:
+    """Make the sources of a request.
+
+    Args:
+        factories: One for each source.
+
+    Raises:
+        ConfigError: A factory makes no draft source, or one that needs hidden states, which no engine provides.
+    """
+    sources = tuple(make() for make in factories)
+    for source in sources:
+        name = type(source).__name__
+        missing = [method for method in ("propose", "observe", "forget") if not callable(getattr(source, method, None))]
+        if missing:
+            raise ConfigError(f"{name} is no draft source: it has no {', '.join(missing)}")
+        if getattr(source, "needs_hidden_states", False):
+            raise ConfigError(
+                f"the draft source {name} needs hidden states, and no engine provides them yet: leave it out"
+            )
+    return sources

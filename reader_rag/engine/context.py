@@ -77,6 +77,7 @@ class DecodeContext:
         tokenize: Text without special tokens to token ids with their characters; from any thread.
         eos_ids: Tokens that end an answer.
         context_window: Most tokens of prompt and answer.
+        vocabulary: Number of token ids of the model.
         draft_states: What drafting learned, by tenant.
         prefix_cache: Keys and values of earlier prompts; None where none are kept.
         reuse: Which prefixes of a prompt may be taken from the prefix cache; None where none may.
@@ -92,6 +93,7 @@ class DecodeContext:
     tokenize: Callable[[str], Prompt]
     eos_ids: frozenset[int]
     context_window: int
+    vocabulary: int
     draft_states: DraftStates
     prefix_cache: PrefixCache | None
     reuse: Reuse | None

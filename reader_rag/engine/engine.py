@@ -16,6 +16,7 @@ from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
 from reader_rag.config.setting import settings_of, unknown_argument
 from reader_rag.draft.context_index import ContextIndex
 from reader_rag.draft.profile import Profile, fingerprint, profiles
+from reader_rag.draft.source import SourceFactory
 from reader_rag.draft.tree_builder import TreeBuilder
 from reader_rag.engine.context import Costs, DecodeContext
 from reader_rag.engine.datastore_lookup import DatastoreLookup, open_datastore
@@ -58,6 +59,7 @@ class Engine:
         tokenizer: Its tokenizer.
         config: How it decodes.
         name: What messages and metadata call the model.
+        draft_sources: Make sources of drafts that every request has besides the built-in ones, one for each request.
         settings: Fields of `EngineConfig`, in place of those of `config`; None takes the default.
 
     Attributes:
@@ -85,6 +87,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         name: str = "",
+        draft_sources: Sequence[SourceFactory] = (),
         **settings: Any,
     ) -> None:
         note_threads()
@@ -97,7 +100,7 @@ class Engine:
         self.target, drafting = on_own_thread(self._select_target)
         context_window = self.target.context_window or _UNKNOWN_WINDOW
         self.requests = RequestBuilder(
-            model, tokenizer, self.name, self.target.device, context_window, self.config.draft
+            model, tokenizer, self.name, self.target.device, context_window, self.config.draft, draft_sources
         )
         self.prefix_bytes = self._prefix_bytes()
         reuse = on_own_thread(lambda: select_reuse(self.target, self.config.exactness)) if self.prefix_bytes else None
@@ -108,6 +111,7 @@ class Engine:
             tokenize=self._encoder.encode,
             eos_ids=self.requests.eos_ids,
             context_window=context_window,
+            vocabulary=self.requests.vocabulary,
             draft_states=DraftStates(_profile(tokenizer)),
             prefix_cache=PrefixCache(self.prefix_bytes, reuse.block) if reuse is not None else None,
             reuse=reuse,
@@ -117,12 +121,20 @@ class Engine:
         self.scheduler = Scheduler(self.context, self.config.batch, self.prefix_bytes)
 
     @classmethod
-    def load(cls, model: str, config: EngineConfig | None = None, **settings: Any) -> Engine:
+    def load(
+        cls,
+        model: str,
+        config: EngineConfig | None = None,
+        *,
+        draft_sources: Sequence[SourceFactory] = (),
+        **settings: Any,
+    ) -> Engine:
         """Load a model by alias, local folder or hub id.
 
         Args:
             model: E.g. "smollm2-135m".
             config: How the engine decodes.
+            draft_sources: Make sources of drafts that every request has besides the built-in ones.
             settings: Fields of `LoadConfig` and `EngineConfig`; None takes the default.
 
         Raises:
@@ -145,7 +157,7 @@ class Engine:
         loaded, tokenizer = load_model(
             model, dtype=load.dtype, device=load.device, trust_remote_code=load.trust_remote_code
         )
-        return cls(loaded, tokenizer, config, name=model)
+        return cls(loaded, tokenizer, config, name=model, draft_sources=draft_sources)
 
     @property
     def drafting(self) -> Drafting:

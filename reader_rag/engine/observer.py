@@ -20,7 +20,7 @@ class StepReport:
 
     Attributes:
         positions: Of the pass: a root for each text, and the drafted nodes.
-        accepted: For each text its accepted nodes by source ("context", "passage", "datastore", "successor").
+        accepted: For each text its accepted nodes by source, a name of `reader_rag.draft.SOURCES`.
         emitted: For each text the tokens it emitted.
         draft_s: Seconds spent making drafts.
         seconds: All of the step.

@@ -117,7 +117,7 @@ class Stats:
         steps: Forward passes after the prefill, each emitting one token or more.
         drafted: Drafted nodes over all steps.
         accepted: Drafted nodes that were accepted.
-        accepted_by_source: The same by source name ("context", "passage", "datastore", "successor").
+        accepted_by_source: The same by source name ("context", "passage", "datastore", "successor", "external").
         queue_s: Seconds that the request waited for a place among others.
         ttft_s: Seconds from then to the first token, less the measurement of step costs that an engine makes once.
         decode_s: Seconds of its steps from the first token to the last (time the consumer took is left out). Answers

@@ -7,10 +7,13 @@ from collections import Counter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from reader_rag.config import DraftConfig
+from reader_rag.draft.checked_source import CheckedSource, merge
 from reader_rag.draft.context_index import ContextIndex
-from reader_rag.draft.tree import DATASTORE, SOURCES, SUCCESSOR, DraftTree
+from reader_rag.draft.source import Budget, RequestState, Verified
+from reader_rag.draft.tree import DATASTORE, SOURCES, DraftTree
 from reader_rag.draft.tree_builder import NO_CANDIDATES, TreeBuilder
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.request import Request
@@ -81,6 +84,14 @@ class Proposer:
         )
         self._lookup = None if lookup is None else lookup.begin(request.tenant, request.prompt.token_ids)
         self._successors = state.successors if draft.max_successors else None
+        self._max_nodes = draft.max_nodes
+        self._tenant = request.tenant
+        self._prompt_length = len(request.prompt.token_ids)
+        drafts = request.params.speculate and draft.max_nodes > 0
+        self._external = [
+            CheckedSource(source, context.vocabulary) for source in (request.draft_sources if drafts else ())
+        ]
+        self._best: NDArray[np.int32] | None = None
 
     @property
     def acceptance_ratio(self) -> float:
@@ -89,8 +100,8 @@ class Proposer:
 
     @property
     def learns(self) -> bool:
-        """Whether the successor table is updated from verified logits."""
-        return self._successors is not None
+        """Whether the best tokens of verified logits are of use: to the successor table or to a source from outside."""
+        return self._successors is not None or any(source.active for source in self._external)
 
     @property
     def used_documents(self) -> Counter[tuple[str, str]]:
@@ -110,7 +121,14 @@ class Proposer:
             except (DatastoreError, OSError):
                 _log.exception("the datastore cannot be searched any more: this answer is drafted without it")
                 self._lookup = None
-        return self._builder.build(self.index, candidates=candidates, max_depth=depth)
+        tree = self._builder.build(self.index, candidates=candidates, max_depth=depth)
+        budget = Budget(self._max_nodes, depth)
+        tokens = self.index.sequence
+        tokens.flags.writeable = False  # of this view alone
+        state = RequestState(tokens, self._prompt_length, self._tenant)
+        for source in self._external if depth > 0 else ():
+            tree = merge(tree, source.propose(state, budget), budget)
+        return tree
 
     def skip(self) -> DraftTree:
         """No draft for this step; acceptance is not counted for it."""
@@ -138,21 +156,31 @@ class Proposer:
         self._builder.observe(emitted)
         if self._lookup is None:
             self._extend(emitted)
+        if self._external:
+            best, self._best = self._best, None
+            rows = None if best is None else best[[0, *(node + 1 for node in accepted)]]
+            for source in self._external:
+                source.observe(Verified(tuple(emitted), min(len(accepted), len(emitted)), rows))
         return sources
 
+    def forget(self) -> None:
+        """End the sources from outside: the request has ended."""
+        for source in self._external:
+            source.forget()
+
     def learn_prompt(self, before: int, start: int, logits: torch.Tensor) -> None:
-        """Learn successors from a chunk of the prompt.
+        """Learn successors from a chunk of the prompt, where there is a table.
 
         Args:
             before: Tokens of the prompt before the part that is prefilled.
             start: Position of the chunk's first token in that part.
             logits: [chunk, vocabulary].
         """
-        assert self._successors is not None
-        self._successors.learn_text(self.index.sequence, before + start, top_tokens(logits))
+        if self._successors is not None:
+            self._successors.learn_text(self.index.sequence, before + start, top_tokens(logits))
 
     def learn(self, root: int, tree: DraftTree, logits: torch.Tensor, top: TopK | None) -> None:
-        """Learn successors from a verified tree, rejected nodes included.
+        """Learn successors from a verified tree, rejected nodes included, and keep the best tokens for `observe`.
 
         Args:
             root: The last emitted token, which is the last of the index.
@@ -160,12 +188,13 @@ class Proposer:
             logits: [1 + nodes, vocabulary].
             top: Their best tokens, where they are known already.
         """
-        assert self._successors is not None
+        self._best = top_tokens(logits) if top is None or top.best is None else top.best
+        if self._successors is None:
+            return
         sequence = self.index.sequence
         tokens = np.concatenate([np.array([root], np.int32), tree.tokens])
         before = np.concatenate([sequence[-2:-1] if len(sequence) > 1 else [-1], tokens[tree.parents + 1]])
-        known = None if top is None else top.best
-        self._successors.learn(before, tokens, top_tokens(logits) if known is None else known)
+        self._successors.learn(before, tokens, self._best)
 
     def _extend(self, tokens: list[int]) -> None:
         self.index.extend(tokens)
@@ -185,8 +214,8 @@ class Proposer:
             if self._lookup is not None:
                 self._lookup.accepted(position)
             return SOURCES[DATASTORE]
-        if source == SUCCESSOR:
+        if position < 0:  # it was not copied
             self.provenance.undrafted(token)
-            return SOURCES[SUCCESSOR]
+            return SOURCES[source]
         self.provenance.drafted(source, position)
         return SOURCES[source] if self.index.locate(source, position).passage_id is None else "passage"

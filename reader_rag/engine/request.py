@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import DraftConfig, SamplingParams
+from reader_rag.draft.source import DraftSource, SourceFactory, make_sources
 from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import PromptError
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
@@ -35,6 +36,8 @@ class RequestOptions(TypedDict, total=False):
             every token, on copies as well.
         sampler: Chooses the tokens in place of sampling parameters and processors.
         recall: False leaves the datastore alone: it is not searched, and the answer is not kept there.
+        draft_sources: Makers of draft sources (`reader_rag.draft.source`) that propose beside the built-in ones and the
+            engine's own.
     """
 
     tenant: str
@@ -43,6 +46,7 @@ class RequestOptions(TypedDict, total=False):
     stopping_criteria: Sequence[StoppingCriterion]
     sampler: Sampler | None
     recall: bool
+    draft_sources: Sequence[SourceFactory]
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Request:
         criteria: Decide after every token whether to stop.
         constraint: The state of the answer's grammar; None without one.
         recalls: Whether the engine's datastore is searched and may keep the answer.
-        has_callbacks: Whether sampler or criteria are code of the caller's.
+        has_callbacks: Whether sampler, criteria or draft sources are code of the caller's.
+        draft_sources: Sources of drafts besides the built-in ones, for this request alone.
     """
 
     prompt: Prompt
@@ -72,6 +77,7 @@ class Request:
     constraint: Constraint | None = None
     recalls: bool = True
     has_callbacks: bool = False
+    draft_sources: tuple[DraftSource, ...] = ()
 
 
 class RequestBuilder:
@@ -84,6 +90,7 @@ class RequestBuilder:
         device: Where logits are computed.
         context_window: Most tokens of prompt and answer.
         draft: How drafts are made unless a request says otherwise.
+        draft_sources: Make the sources of drafts that every request has besides the built-in ones.
 
     Attributes:
         eos_ids: Tokens that end an answer.
@@ -98,6 +105,7 @@ class RequestBuilder:
         device: torch.device,
         context_window: int,
         draft: DraftConfig,
+        draft_sources: Sequence[SourceFactory] = (),
     ) -> None:
         width = _logits_width(model)
         self.eos_ids = _eos_ids(model, tokenizer)
@@ -109,6 +117,7 @@ class RequestBuilder:
         self._device = device
         self._context_window = context_window
         self._draft = draft
+        self._draft_sources = tuple(draft_sources)
 
     def build(
         self,
@@ -146,6 +155,7 @@ class RequestBuilder:
         if sampler is None:
             constraint = self._constraint(prompt, params)
             sampler = self.sampler(prompt, params, processors, constraint)
+        sources = make_sources([*self._draft_sources, *options.get("draft_sources", ())])
         return Request(
             prompt=prompt,
             params=params,
@@ -156,7 +166,8 @@ class RequestBuilder:
             criteria=criteria,
             constraint=constraint,
             recalls=options.get("recall", True),
-            has_callbacks=has_callbacks,
+            has_callbacks=has_callbacks or bool(sources),
+            draft_sources=sources,
         )
 
     def sampler(

@@ -160,7 +160,8 @@ class DecodeSequence:
         deepest = target.deepest(state.cache.length)
         if deepest is not None:
             depth = min(depth, deepest)
-        tree = state.proposer.skip() if skip else state.proposer.propose(depth)
+        with self._callbacks():
+            tree = state.proposer.skip() if skip else state.proposer.propose(depth)
         constraint = self.request.constraint
         if constraint is not None:
             tree = constraint.shape(tree, state.proposer.index.sequence, self.request.draft.max_nodes, depth)
@@ -230,6 +231,8 @@ class DecodeSequence:
                 state.keep_prefix()
         finally:
             state.cache.release()
+            with self._callbacks():
+                state.proposer.forget()
         request, lookup = self.request, self._context.lookup
         if self._complete and request.recalls and lookup is not None:
             lookup.keep(request.tenant, request.prompt.token_ids, self._tokens, state.proposer.used_documents)
