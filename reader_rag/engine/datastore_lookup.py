@@ -1,4 +1,4 @@
-"""What was said before: answers and other texts in a datastore, that drafts are searched in."""
+"""Searches a datastore of earlier answers, passages and other texts for drafts, and adds answers to it."""
 
 from __future__ import annotations
 
@@ -23,39 +23,52 @@ from reader_rag.errors import DatastoreError
 _log = logging.getLogger(__name__)
 
 _BEFORE_ANSWER = 64
-"""Prompt tokens kept with an answer: the question's end, by which it is found when the question comes again."""
+"""Prompt tokens stored before an answer: the end of the question, so that the same question finds its answer."""
 _COMMIT_AFTER_S = 2.0
-"""Answers that end within so much time are brought to the disk together."""
+"""Seconds from the first uncommitted answer to the commit; answers that end in between share it."""
 _LEAST_ANSWER = 8
-"""Tokens below which an answer is not worth keeping."""
+"""Answers with fewer tokens are not stored."""
 
 
 def answers_of(tenant: str) -> str:
-    """The namespace of a tenant's answers."""
+    """The namespace of a tenant's answers.
+
+    Args:
+        tenant: The tenant's name.
+    """
     return f"answers/{tenant}"
 
 
 def passages_of(tenant: str) -> str:
-    """The namespace of the passages in a tenant's document stores."""
+    """The namespace of the passages in a tenant's document stores.
+
+    Args:
+        tenant: The tenant's name.
+    """
     return f"passages/{tenant}"
 
 
 def texts_of(tenant: str) -> str:
-    """The namespace of the corpora that a tenant brought."""
+    """The namespace of the texts that a tenant added.
+
+    Args:
+        tenant: The tenant's name.
+    """
     return f"texts/{tenant}"
 
 
 def open_datastore(folder: Path | str, tokenizer: Any, vocabulary: int, *, read_only: bool) -> Datastore:
-    """The datastore of a model.
+    """Open a datastore with a model's tokenizer.
 
     Args:
-        folder: Where it lies.
-        tokenizer: The model's.
+        folder: Folder of the datastore.
+        tokenizer: The model's tokenizer; its vocabulary must be the one that the datastore was made with.
         vocabulary: Number of token ids of the model.
-        read_only: Whether nothing is written, so that other processes may.
+        read_only: Open without the writer's lock, so that another process can write.
 
     Raises:
-        DatastoreError: It cannot be used: not there, of another tokenizer, damaged, or in another's hands.
+        DatastoreError: The datastore does not exist, is damaged, has another tokenizer, or another process writes to
+            it.
     """
     return Datastore.open(
         Path(folder), vocabulary=vocabulary, tokenizer=fingerprint(tokenizer.get_vocab()), read_only=read_only
@@ -63,55 +76,70 @@ def open_datastore(folder: Path | str, tokenizer: Any, vocabulary: int, *, read_
 
 
 def answer_document(prompt: Sequence[int], answer: Sequence[int]) -> tuple[str, NDArray[np.int32]]:
-    """An answer as a document: its name, the same for the same text, and its tokens with the end of its prompt."""
+    """Turn an answer into a document of the datastore.
+
+    Args:
+        prompt: Token ids of the prompt; the last ones are stored before the answer.
+        answer: Token ids of the answer.
+
+    Returns:
+        The document's name, a hash of its tokens, and its tokens, int32 [n].
+    """
     tokens = np.array([*prompt[-_BEFORE_ANSWER:], *answer], np.int32)
     return hashlib.sha256(tokens.tobytes()).hexdigest()[:24], tokens
 
 
 class DatastoreLookup:
-    """What an engine looks up in a datastore, and what it adds to it.
+    """The datastore of an engine: requests search it for drafts, and finished answers are added to it.
 
-    A request searches what its tenant's own namespaces hold, and what is marked as shared. Its answer goes to its
-    tenant's own. How fast an answer comes tells whether its words were known: so nothing else is searched.
+    A request searches its tenant's namespaces and the shared ones; its answer is stored in its tenant's namespace. No
+    other namespace is searched, because the speed of an answer would show whether its words are in one.
 
     Args:
-        datastore: Where; this closes it.
-        config: What is kept, and how much is looked up.
+        datastore: The open datastore; `close` closes it.
+        config: Limits of the search, and whether and how long answers are kept.
+
+    Attributes:
+        datastore: As given.
+        config: As given.
     """
 
     def __init__(self, datastore: Datastore, config: DatastoreConfig) -> None:
         self.datastore = datastore
         self.config = config
         self._limited: set[str] = set()
-        self._keeper = _Keeper(datastore)
+        self._committer = _Committer(datastore)
         # When the engine is dropped, and when the process ends.
-        self._end = weakref.finalize(self, self._keeper.close)
+        self._end = weakref.finalize(self, self._committer.close)
 
     def begin(self, tenant: str, prompt: Sequence[int]) -> RequestLookup | None:
-        """What one request looks up.
+        """Start the lookups of one request.
 
         Args:
-            tenant: On whose behalf.
-            prompt: Its token ids.
+            tenant: The request's tenant.
+            prompt: Token ids of the prompt.
+
+        Returns:
+            The request's lookup; None if the datastore cannot be read, which is logged.
         """
         try:
-            recollection = RequestLookup(self.datastore, tenant, self.config)
-            recollection.extend(prompt)
+            lookup = RequestLookup(self.datastore, tenant, self.config)
+            lookup.extend(prompt)
         except (DatastoreError, OSError):
             _log.exception(
-                "the datastore %s cannot be searched: an answer is drafted without it", self.datastore.folder
+                "the datastore %s cannot be searched: a request is drafted without it", self.datastore.folder
             )
             return None
-        return recollection
+        return lookup
 
     def keep(self, tenant: str, prompt: Sequence[int], answer: Sequence[int], used: Counter[tuple[str, str]]) -> None:
-        """Keep a finished answer, and note which documents it was copied from; on the disk within seconds.
+        """Add a finished answer, and mark the documents that it was copied from as used; committed within seconds.
 
         Args:
-            tenant: Whose it is.
-            prompt: Token ids of what was asked.
+            tenant: The tenant whose answer it is.
+            prompt: Token ids of the prompt.
             answer: Token ids of the answer.
-            used: Accepted tokens by namespace and document.
+            used: Number of accepted tokens by (namespace, document).
         """
         if not self.config.keeps_answers:
             return
@@ -127,27 +155,35 @@ class DatastoreLookup:
                     self._limited.add(space)
                 self.datastore.add(*answer_document(prompt, answer), namespace=space)
         except (DatastoreError, OSError, ValueError):
-            _log.exception("an answer could not be kept in %s", self.datastore.folder)
+            _log.exception("an answer could not be added to the datastore %s", self.datastore.folder)
             return
-        self._keeper.commit_soon()
+        self._committer.commit_soon()
 
     def forget(self, tenant: str) -> None:
-        """Remove a tenant's answers from the datastore, if this process may write to it."""
+        """Remove a tenant's answers from the datastore; no effect unless the engine keeps answers.
+
+        Args:
+            tenant: The tenant's name.
+        """
         if self.config.keeps_answers:
             self._limited.discard(answers_of(tenant))
             self.datastore.remove_namespace(answers_of(tenant))
 
     def flush(self) -> None:
-        """Bring the answers kept so far to the disk."""
-        self._keeper.flush()
+        """Commit the answers added so far."""
+        self._committer.flush()
 
     def close(self) -> None:
-        """Bring what is left to the disk and close the datastore."""
+        """Commit what is uncommitted and close the datastore."""
         self._end()
 
 
-class _Keeper:
-    """Brings changes of a datastore to the disk, those of a few seconds together, on a thread of its own."""
+class _Committer:
+    """Commits changes of a datastore on a thread of its own, those of a few seconds together.
+
+    Args:
+        datastore: The open datastore; `close` closes it.
+    """
 
     def __init__(self, datastore: Datastore) -> None:
         self._datastore = datastore
@@ -156,16 +192,16 @@ class _Keeper:
         self._thread: threading.Thread | None = None
 
     def commit_soon(self) -> None:
-        """Bring what has changed to the disk within a few seconds; returns at once."""
+        """Have changes committed within a few seconds; returns at once."""
         with self._changed:
             self._pending = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="recall-keeper", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="reader-rag-datastore-commits", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Bring what has changed to the disk now. What cannot be is logged, and the answer that it is of has come."""
+        """Commit changes now. A failure is logged, not raised: the answers have already been returned."""
         with self._changed:
             pending, self._pending = self._pending, False
         if not pending:
@@ -173,10 +209,10 @@ class _Keeper:
         try:
             self._datastore.commit()
         except (DatastoreError, OSError):
-            _log.exception("answers could not be brought to the disk in %s", self._datastore.folder)
+            _log.exception("answers could not be committed to the datastore %s", self._datastore.folder)
 
     def close(self) -> None:
-        """End the thread, bring what has changed to the disk and close the datastore."""
+        """End the thread, commit changes and close the datastore."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -196,57 +232,69 @@ class _Keeper:
 
 
 class RequestLookup:
-    """One request's lookups: in answers of the model, and in other texts. Not for several threads at once.
+    """The lookups of one request, with one cursor over the model's answers and one over other texts. Not thread safe.
 
-    Short matches say much in what the model wrote itself and little elsewhere, so each is asked for matches of its own
-    least length.
+    A short match predicts well in the model's own answers and badly in other texts, so each cursor has its own shortest
+    match (`least_match_of_answers`, `least_match`).
 
     Args:
-        datastore: Where.
-        tenant: On whose behalf.
-        config: How much is looked up.
+        datastore: The datastore to search.
+        tenant: The request's tenant.
+        config: Limits of the search.
 
     Attributes:
-        used: Accepted tokens by namespace and document.
+        used: Number of accepted tokens by (namespace, document).
     """
 
     def __init__(self, datastore: Datastore, tenant: str, config: DatastoreConfig) -> None:
-        most, reach = config.max_places, config.reach
+        max_matches, max_tokens = config.max_places, config.reach
         answers = datastore.searcher([answers_of(tenant)], shared=False)
         others = datastore.searcher([passages_of(tenant), texts_of(tenant)])
         self._cursors = (
-            answers.cursor(max_matches=most, max_tokens=reach, min_match=config.least_match_of_answers),
-            others.cursor(max_matches=most, max_tokens=reach, min_match=config.least_match),
+            answers.cursor(max_matches=max_matches, max_tokens=max_tokens, min_match=config.least_match_of_answers),
+            others.cursor(max_matches=max_matches, max_tokens=max_tokens, min_match=config.least_match),
         )
-        self._tokens = np.empty(2 * most * (reach + 1), np.int32)
-        self._places = np.empty((2, 2 * most), np.int32)
+        self._tokens = np.empty(2 * max_matches * (max_tokens + 1), np.int32)
+        self._matches = np.empty((2, 2 * max_matches), np.int32)
         self.used: Counter[tuple[str, str]] = Counter()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Follow tokens of the request."""
+        """Append tokens to the request's text.
+
+        Args:
+            tokens: Token ids.
+        """
         for cursor in self._cursors:
             cursor.extend(tokens)
 
     def look_up(self) -> DatastoreCandidates:
-        """What followed text like the end of the request's, for `TreeBuilder.build`."""
+        """Search for the end of the request's text.
+
+        Returns:
+            The tokens that follow each match, for `TreeBuilder.build`; valid until the next call.
+        """
         found = size = 0
         for cursor in self._cursors:
             count = cursor.search()
             if count:
                 tokens = cursor.continuations
                 self._tokens[size : size + len(tokens)] = tokens
-                self._places[:, found : found + count] = cursor.matches
-                self._places[0, found : found + count] += size
+                self._matches[:, found : found + count] = cursor.matches
+                self._matches[0, found : found + count] += size
                 found, size = found + count, size + len(tokens)
-        return DatastoreCandidates(self._tokens, size, self._places, found)
+        return DatastoreCandidates(self._tokens, size, self._matches, found)
 
     def accepted(self, position: int) -> None:
-        """A token of the last lookup was accepted; it stands at `position` of the arrays."""
+        """Count an accepted token for the document that it was copied from.
+
+        Args:
+            position: Index of the token in the tokens that the last `look_up` returned.
+        """
         for cursor in self._cursors:
             if cursor.found:
                 if position < len(cursor.continuations):
-                    place = int(np.searchsorted(cursor.matches[0], position, side="right")) - 1
-                    source = cursor.source_of(place)
+                    match = int(np.searchsorted(cursor.matches[0], position, side="right")) - 1
+                    source = cursor.source_of(match)
                     self.used[source.namespace, source.document] += 1
                     return
                 position -= len(cursor.continuations)

@@ -1,4 +1,4 @@
-"""What drafting learns while answering, kept from request to request, for each tenant apart."""
+"""Draft state that outlives a request: learned next tokens and calibration, separate for each tenant."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from reader_rag.draft.calibration import Calibration
 from reader_rag.draft.profile import Profile
 from reader_rag.draft.successor_table import SuccessorTable
 
-_TENANTS = 16
-"""Tenants remembered; the one that asked longest ago is forgotten first."""
+_MAX_STATES = 16
+"""Most states that are kept; the least recently used is evicted."""
 
 
 @dataclass(frozen=True)
 class DraftState:
-    """What was learned from one tenant's texts.
+    """What was learned from the requests of one tenant.
 
     Attributes:
-        successors: The target's own next tokens.
-        calibration: How right the estimates of drafts were.
+        successors: The target's own next tokens after one and two tokens.
+        calibration: Measured acceptance rates of draft candidates.
     """
 
     successors: SuccessorTable
@@ -31,37 +31,49 @@ class DraftState:
 
 
 class DraftStates:
-    """What was learned, by tenant. Not for several threads at once.
+    """Draft states by tenant, least recently used evicted. Not thread safe.
 
-    Nothing learned from one tenant's text is ever used for another: how fast an answer comes tells whether its words
-    were known.
+    Nothing learned from one tenant's text is used for another tenant: the speed of an answer would show whether the
+    same words were decoded before.
 
     Args:
-        profile: What is known of the model beforehand.
+        profile: The model's profile, from which a new successor table starts; None: it starts empty.
     """
 
     def __init__(self, profile: Profile | None) -> None:
         self._prior: NDArray[np.int32] | None = profile.tokens if profile is not None else None
-        self._held: OrderedDict[tuple[str, int, bool], DraftState] = OrderedDict()
+        self._states: OrderedDict[tuple[str, int, bool], DraftState] = OrderedDict()
         self._nothing = DraftState(SuccessorTable(0), Calibration(learns=False))
 
     def of(self, tenant: str, draft: DraftConfig) -> DraftState:
-        """What was learned from a tenant, under settings that learn the same things; new if there is nothing yet."""
+        """The state of a tenant under these settings, made if there is none.
+
+        Args:
+            tenant: The tenant's name.
+            draft: Its `max_successors` and `calibrates` decide what is learned; each combination has its own state.
+
+        Returns:
+            The state; an empty one that learns nothing if both settings are off.
+        """
         if not draft.max_successors and not draft.calibrates:
             return self._nothing
         key = (tenant, draft.max_successors, draft.calibrates)
-        if key not in self._held:
+        if key not in self._states:
             on = draft.max_successors > 0
-            self._held[key] = DraftState(
+            self._states[key] = DraftState(
                 SuccessorTable(draft.max_successors, self._prior if on else None),
                 Calibration(learns=draft.calibrates),
             )
-        self._held.move_to_end(key)
-        while len(self._held) > _TENANTS:
-            self._held.popitem(last=False)
-        return self._held[key]
+        self._states.move_to_end(key)
+        while len(self._states) > _MAX_STATES:
+            self._states.popitem(last=False)
+        return self._states[key]
 
     def forget(self, tenant: str) -> None:
-        """Drop what was learned from a tenant."""
-        for key in [key for key in self._held if key[0] == tenant]:
-            del self._held[key]
+        """Drop a tenant's states.
+
+        Args:
+            tenant: The tenant's name.
+        """
+        for key in [key for key in self._states if key[0] == tenant]:
+            del self._states[key]

@@ -1,6 +1,7 @@
-"""Counts and times of an engine for Prometheus.
+"""Prometheus metrics of an engine.
 
-No metric names a text, a token, a passage or a tenant: what is scraped says nothing of whose documents were read.
+No metric has a text, a token, a passage or a tenant as a label, so scraped data does not show whose documents were
+used.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 KINDS = ("prompt", "reused", "completion", "drafted", "accepted")
-"""Of tokens: read, emitted, and the drafted ones that were verified, of which some were accepted."""
+"""Values of the label `kind` of `tokens_total`: prompt tokens, those of them that the prefix cache had, emitted tokens,
+verified drafted tokens, and accepted drafted tokens."""
 
 _OWN_LABELS = frozenset({"outcome", "kind", "source", "le", "quantile"})
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -45,15 +47,15 @@ def _prometheus() -> ModuleType:
 
 
 class PrometheusMetrics(Observer):
-    """Tells Prometheus what an engine does; append it to `engine.observers`.
+    """An observer that records Prometheus metrics; append it to `engine.observers`.
 
     Args:
-        registry: Where the metrics are registered; None takes the one that `prometheus_client` serves by default.
-        labels: Put on every sample. Several engines of a process that share a registry have one `PrometheusMetrics`
-            each, with labels of the same names and values that tell them apart.
+        registry: The registry of the metrics; None takes the default registry of `prometheus_client`.
+        labels: Labels of every sample. If several engines of a process share a registry, give each a
+            `PrometheusMetrics` with the same label names and different values.
 
     Raises:
-        ConfigError: A label has a name that it cannot have, or the registry's metrics have labels of other names.
+        ConfigError: A label name is invalid or taken, or the registry's metrics have other label names.
         MissingDependencyError: `prometheus_client` is not installed.
 
     Example:
@@ -67,7 +69,7 @@ class PrometheusMetrics(Observer):
         self._show_zeros()
 
     def _show_zeros(self) -> None:
-        """Samples exist from the start: a counter that appears with its first event hides that event from `rate`."""
+        """Create all samples with 0: `rate` does not see the first event of a counter that appears with it."""
         metrics = self._metrics
         for outcome in get_args(Outcome):
             self._of(metrics.requests, outcome=outcome)
@@ -80,12 +82,16 @@ class PrometheusMetrics(Observer):
                 metric.labels(**self._labels)
 
     def _of(self, metric: MetricT, **own: str) -> MetricT:
-        """The metric with the labels of this engine, and its own."""
+        """The metric with the labels of this engine and with `own`, the labels of the metric."""
         labels = {**self._labels, **own}
         return metric.labels(**labels) if labels else metric
 
     def stepped(self, report: StepReport) -> None:
-        """See `Observer`."""
+        """Record the times and counts of a decode step.
+
+        Args:
+            report: Its counts and times.
+        """
         metrics = self._metrics
         self._of(metrics.step).observe(report.seconds)
         self._of(metrics.draft).observe(report.draft_s)
@@ -93,12 +99,17 @@ class PrometheusMetrics(Observer):
         for emitted in report.emitted:
             self._of(metrics.emitted).observe(emitted)
         for accepted in report.accepted:
-            # Zeros too: so all sources count the same steps, and their means add up to the mean of the whole.
+            # Zeros too, so that all sources count the same steps and their means add up to the total mean.
             for source in {*SOURCES, *accepted}:
                 self._of(metrics.accepted, source=source).observe(accepted.get(source, 0))
 
     def answered(self, stats: Stats, outcome: Outcome) -> None:
-        """See `Observer`."""
+        """Record a request that has ended.
+
+        Args:
+            stats: Its counts and times.
+            outcome: How it ended.
+        """
         metrics = self._metrics
         self._of(metrics.requests, outcome=outcome).inc()
         counts = (stats.prompt_tokens, stats.reused_tokens, stats.completion_tokens, stats.drafted, stats.accepted)
@@ -110,14 +121,23 @@ class PrometheusMetrics(Observer):
             self._of(metrics.decode).observe(stats.decode_s)
 
     def loaded(self, load: Load) -> None:
-        """See `Observer`."""
+        """Set the gauges.
+
+        Args:
+            load: Running and waiting requests, and the reserved memory.
+        """
         metrics = self._metrics
         self._of(metrics.running).set(load.running)
         self._of(metrics.waiting).set(load.waiting)
         self._of(metrics.cache).set(load.cache_bytes)
 
     def moved(self, rearrangements: int, moved_bytes: int) -> None:
-        """See `Observer`."""
+        """Count what was moved in the batch cache.
+
+        Args:
+            rearrangements: How often all entries were moved.
+            moved_bytes: Bytes that were moved.
+        """
         self._of(self._metrics.rearrangements).inc(rearrangements)
         self._of(self._metrics.moved).inc(moved_bytes)
 
@@ -129,37 +149,44 @@ class _Metrics:
         prometheus = _prometheus()
         self.labels = labels
 
-        def counter(name: str, says: str, *own: str) -> Counter:
-            metric: Counter = prometheus.Counter(f"reader_rag_{name}", says, [*labels, *own], registry=registry)
+        def counter(name: str, help_text: str, *own: str) -> Counter:
+            metric: Counter = prometheus.Counter(f"reader_rag_{name}", help_text, [*labels, *own], registry=registry)
             return metric
 
-        def gauge(name: str, says: str) -> Gauge:
-            metric: Gauge = prometheus.Gauge(f"reader_rag_{name}", says, labels, registry=registry)
+        def gauge(name: str, help_text: str) -> Gauge:
+            metric: Gauge = prometheus.Gauge(f"reader_rag_{name}", help_text, labels, registry=registry)
             return metric
 
-        def histogram(name: str, says: str, buckets: Sequence[float], *own: str) -> Histogram:
+        def histogram(name: str, help_text: str, buckets: Sequence[float], *own: str) -> Histogram:
             metric: Histogram = prometheus.Histogram(
-                f"reader_rag_{name}", says, [*labels, *own], registry=registry, buckets=buckets
+                f"reader_rag_{name}", help_text, [*labels, *own], registry=registry, buckets=buckets
             )
             return metric
 
-        self.requests = counter("requests_total", "Requests that have ended, by how.", "outcome")
+        self.requests = counter("requests_total", "Requests that have ended, by outcome.", "outcome")
         self.tokens = counter("tokens_total", "Tokens of requests that have ended, by kind.", "kind")
-        self.queue = histogram("queue_seconds", "Time that a request waited for a place.", _REQUEST_S)
-        self.first_token = histogram("first_token_seconds", "Time from then to the first token.", _REQUEST_S)
-        self.decode = histogram("decode_seconds", "Time from the first token to the last.", _REQUEST_S)
-        self.step = histogram("step_seconds", "Time of a verify step.", _STEP_S)
-        self.draft = histogram("draft_seconds", "Time of a step that drafting took.", _DRAFT_S)
-        self.positions = histogram("positions_per_step", "Positions of a step's forward pass.", _POSITIONS)
-        self.emitted = histogram("tokens_per_step", "Tokens that a step emitted for an answer.", _TOKENS)
-        self.accepted = histogram(
-            "accepted_tokens", "Drafted tokens that a step accepted for an answer, by source.", _TOKENS, "source"
+        self.queue = histogram("queue_seconds", "Time that a request waited in the queue.", _REQUEST_S)
+        self.first_token = histogram(
+            "first_token_seconds", "Time from admission to the batch to the first token.", _REQUEST_S
         )
-        self.running = gauge("requests_running", "Requests that are decoded together now.")
-        self.waiting = gauge("requests_waiting", "Requests that wait for a place.")
-        self.cache = gauge("cache_reserved_bytes", "Reserved for keys and values of the running requests.")
-        self.rearrangements = counter("rearrangements_total", "Times that keys and values of a batch were moved.")
-        self.moved = counter("moved_bytes_total", "Bytes of keys and values that were moved, for whatever reason.")
+        self.decode = histogram("decode_seconds", "Time from the first token to the last.", _REQUEST_S)
+        self.step = histogram("step_seconds", "Time of a decode step.", _STEP_S)
+        self.draft = histogram("draft_seconds", "Time of a decode step spent proposing drafts.", _DRAFT_S)
+        self.positions = histogram("positions_per_step", "Positions of the forward pass of a decode step.", _POSITIONS)
+        self.emitted = histogram("tokens_per_step", "Tokens that a decode step emitted for a sequence.", _TOKENS)
+        self.accepted = histogram(
+            "accepted_tokens",
+            "Drafted tokens that a decode step accepted for a sequence, by source.",
+            _TOKENS,
+            "source",
+        )
+        self.running = gauge("requests_running", "Requests that are decoded now.")
+        self.waiting = gauge("requests_waiting", "Requests in the queue.")
+        self.cache = gauge("cache_reserved_bytes", "Bytes reserved for the KV caches of running requests.")
+        self.rearrangements = counter(
+            "rearrangements_total", "Times that all keys and values of the batch cache were moved."
+        )
+        self.moved = counter("moved_bytes_total", "Bytes of keys and values that were moved in the batch cache.")
         histograms = (self.queue, self.first_token, self.decode, self.step, self.draft, self.positions, self.emitted)
         gauges = (self.running, self.waiting, self.cache)
         self.unlabelled = (*histograms, *gauges, self.rearrangements, self.moved)
@@ -170,17 +197,19 @@ _making = threading.Lock()
 
 
 def _metrics_of(registry: CollectorRegistry, labels: tuple[str, ...]) -> _Metrics:
-    """The registry's metrics, made by the first that asks: a registry has one metric of a name."""
+    """The registry's metrics, made at the first call: a registry cannot have two metrics of one name."""
     for label in labels:
         if not _LABEL.fullmatch(label) or label in _OWN_LABELS:
-            raise ConfigError(f"{label!r} cannot be a label here; take another name of letters, digits and _")
+            raise ConfigError(
+                f"{label!r} is not a possible label name, or is taken; use another one of letters, digits and _"
+            )
     with _making:
         metrics = _made.get(registry)
         if metrics is None:
             metrics = _made[registry] = _Metrics(registry, labels)
     if metrics.labels != labels:
         raise ConfigError(
-            f"metrics of this registry have the labels {list(metrics.labels)}, not {list(labels)}; "
-            "give the same names, or another registry"
+            f"the metrics of this registry have the labels {list(metrics.labels)}, not {list(labels)}; "
+            "use the same label names, or another registry"
         )
     return metrics

@@ -1,4 +1,4 @@
-"""Tells whoever wants to know what the engine does: metrics, traces, logs."""
+"""Observers of an engine: callbacks for metrics, traces and logs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """One verify step.
+    """One decode step of a batch.
 
     Attributes:
-        positions: Of the pass: a root for each text, and the drafted nodes.
-        accepted: For each text its accepted nodes by source, a name of `reader_rag.draft.SOURCES`.
-        emitted: For each text the tokens it emitted.
-        draft_s: Seconds spent making drafts.
-        seconds: All of the step.
+        positions: Positions of the forward pass: a root for each sequence, and the drafted nodes that are verified.
+        accepted: For each sequence, the number of accepted nodes by source, a name of
+            `reader_rag.draft.SOURCES`.
+        emitted: For each sequence, the number of tokens it emitted.
+        draft_s: Seconds spent proposing drafts.
+        seconds: Seconds of the whole step.
     """
 
     positions: int
@@ -35,12 +36,12 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is busy with.
+    """How many requests an engine has, and the memory reserved for them.
 
     Attributes:
-        running: Answers in the making.
-        waiting: Requests that wait for a place.
-        cache_bytes: Reserved for the keys and values of the running ones.
+        running: Requests that are decoded now.
+        waiting: Requests in the queue.
+        cache_bytes: Bytes reserved for the KV caches of the running requests.
     """
 
     running: int
@@ -49,34 +50,52 @@ class Load:
 
 
 class Observer:
-    """Override what is of interest.
+    """Base class of observers: override the callbacks that you need.
 
-    Called by the thread that decodes, between steps, `loaded` by those that submit and `answered` by those that read
-    or close too. Be quick, and ask the engine nothing: others may wait for its lock meanwhile.
+    The scheduler's thread calls them between steps; the thread that submits a request calls `loaded` too. Return
+    quickly and do not call the engine: decoding waits for the callback.
     """
 
     def stepped(self, report: StepReport) -> None:
-        """A verify step is done."""
+        """A decode step has ended.
+
+        Args:
+            report: Its counts and times.
+        """
 
     def answered(self, stats: Stats, outcome: Outcome) -> None:
-        """A request has ended, one way or another."""
+        """A request has ended.
+
+        Args:
+            stats: Its counts and times.
+            outcome: "stop" or "length" for a finished answer; "cancelled" or "failed".
+        """
 
     def loaded(self, load: Load) -> None:
-        """A request came, was given a place or has ended."""
+        """A request was submitted, was admitted to the batch or has ended.
+
+        Args:
+            load: The requests and the reserved memory after that.
+        """
 
     def moved(self, rearrangements: int, moved_bytes: int) -> None:
-        """Keys and values of texts decoded together were moved, so many times all of them."""
+        """Keys and values in the batch cache were moved.
+
+        Args:
+            rearrangements: How often all entries of the batch were moved since the last call.
+            moved_bytes: Bytes that were moved since the last call.
+        """
 
 
 class Observers(list[Observer]):
-    """All who are told; one that fails is logged and does not disturb the answers."""
+    """The observers of an engine. An exception in one is logged; decoding goes on."""
 
     def tell(self, what: str, *about: Any) -> None:
-        """Call a method of each.
+        """Call a method of every observer.
 
         Args:
-            what: Its name.
-            about: Its arguments.
+            what: Name of the method.
+            about: Arguments of the method.
         """
         for observer in list(self):
             try:

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""Inputs and outputs of the engine: prompts, passages, chunks, finished answers, their counts and times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ FinishReason = Literal["stop", "length"]
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two token sequences differ, be it that one of them has ended; None if they are equal."""
+    """The first index at which two token sequences differ.
+
+    Args:
+        one: Token ids.
+        other: Token ids.
+
+    Returns:
+        The index; the length of the shorter one if the other continues it; None if they are equal.
+    """
     pairs = enumerate(zip(one, other, strict=False))
     shorter = min(len(one), len(other))
     return next((at for at, (a, b) in pairs if a != b), None if len(one) == len(other) else shorter)
@@ -26,8 +34,8 @@ class Passage:
     """A retrieved text whose spans the answer may repeat.
 
     Attributes:
-        id: What provenance calls it, e.g. a LlamaIndex node id.
-        text: The text itself; where the prompt contains it verbatim, the prompt's own tokens are used.
+        id: Name of the passage in `CopiedSpan.passage_id`, e.g. a LlamaIndex node id.
+        text: The text. If the prompt contains it verbatim, its tokens in the prompt are marked, not indexed again.
     """
 
     id: str
@@ -39,9 +47,9 @@ class Prompt:
     """A prompt as the model sees it.
 
     Attributes:
-        token_ids: int token ids, special tokens included.
-        text: The text they were made from; empty if only ids are known.
-        offsets: For each token its (start, end) characters in `text`; None where the tokenizer cannot tell.
+        token_ids: Token ids, special tokens included.
+        text: The text that was tokenized; empty if only ids are known.
+        offsets: For each token its (start, end) characters in `text`; None if the tokenizer does not report them.
     """
 
     token_ids: Sequence[int]
@@ -50,22 +58,22 @@ class Prompt:
 
     @classmethod
     def unpadded(cls, input_ids: Any, attention_mask: Any) -> list[Prompt]:
-        """The prompts of a batch that a tokenizer padded, on either side.
+        """The prompts of a padded batch, with padding on either side.
 
         Args:
             input_ids: [batch, length] token ids: a tensor, an array or nested lists.
             attention_mask: [batch, length], 0 where a token is padding.
 
         Returns:
-            One prompt a row, without its padding; no texts.
+            One prompt for each row, without padding and without `text`.
 
         Raises:
-            PromptError: The two differ in shape, or are no batch.
+            PromptError: The arguments differ in shape, or do not have two dimensions.
         """
         ids, mask = np.asarray(input_ids), np.asarray(attention_mask)
         if ids.ndim != 2 or ids.shape != mask.shape:
             raise PromptError(
-                f"a padded batch has ids and a mask of one shape [batch, length], not {ids.shape} and {mask.shape}"
+                f"input_ids and attention_mask must have one shape [batch, length], not {ids.shape} and {mask.shape}"
             )
         return [cls(tuple(row[kept].tolist())) for row, kept in zip(ids, mask != 0, strict=True)]
 
@@ -91,14 +99,14 @@ class CopiedSpan:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step of a stream adds.
+    """What one decode step adds to an answer.
 
     Attributes:
-        text: New text; empty while half a character or a possible stop string is held back.
-        token_ids: Tokens this step emitted.
+        text: New text; empty while an incomplete character or the possible start of a stop string is held back.
+        token_ids: Tokens that the step emitted.
         finish_reason: None until the last chunk; then "stop" (end-of-sequence token, stop string or stopping criterion)
             or "length".
-        logprobs: With `SamplingParams.logprobs`: of each of these tokens.
+        logprobs: With `SamplingParams.logprobs`, the log-probabilities of each of these tokens; else empty.
     """
 
     text: str
@@ -117,14 +125,15 @@ class Stats:
         steps: Forward passes after the prefill, each emitting one token or more.
         drafted: Drafted nodes over all steps.
         accepted: Drafted nodes that were accepted.
-        accepted_by_source: The same by source name ("context", "passage", "datastore", "successor", "external").
-        queue_s: Seconds that the request waited for a place among others.
-        ttft_s: Seconds from then to the first token, less the measurement of step costs that an engine makes once.
-        decode_s: Seconds of its steps from the first token to the last (time the consumer took is left out). Answers
-            that are decoded together share steps, and each counts all of their time.
-        draft_s: Seconds of `decode_s` spent making drafts.
-        cache_bytes: Bytes held for keys and values.
-        reused_tokens: Tokens of the prompt that were not read, because a text before began with them.
+        accepted_by_source: Accepted nodes by source ("context", "passage", "datastore", "successor", "external").
+        queue_s: Seconds from submission to admission to the batch.
+        ttft_s: Seconds from admission to the first token, without the measurement of step costs that an engine makes
+            once.
+        decode_s: Seconds of the decode steps after the first token, without the time that the reader took. Sequences of
+            a batch share steps, and each counts their whole time.
+        draft_s: Seconds of `decode_s` spent proposing drafts.
+        cache_bytes: Bytes of the KV cache.
+        reused_tokens: Tokens of the prompt whose keys and values came from the prefix cache.
     """
 
     prompt_tokens: int = 0
@@ -142,7 +151,7 @@ class Stats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens emitted per verify step (MAT); plain decoding: 1.0. The prefill's token is not counted."""
+        """Mean tokens emitted per decode step (MAT); 1.0 without drafts. The token of the prefill is not counted."""
         return (self.completion_tokens - 1) / self.steps if self.steps else 1.0
 
     @property
@@ -151,7 +160,7 @@ class Stats:
         return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All counts, times and the two ratios as a JSON-ready dict."""
+        """All counts and times, `tokens_per_step` and `tokens_per_s`, as values that JSON takes."""
         return asdict(self) | {"tokens_per_step": self.tokens_per_step, "tokens_per_s": self.tokens_per_s}
 
 
@@ -160,13 +169,14 @@ class Generation:
     """A finished answer.
 
     Attributes:
-        text: The answer, without special tokens and (unless asked for) without the stop string that ended it.
-        token_ids: Emitted tokens, the end-of-sequence token included when it was emitted.
+        text: The answer without special tokens, and without the stop string that ended it unless
+            `SamplingParams.include_stop` is set.
+        token_ids: Emitted tokens, with the end-of-sequence token if it was emitted.
         finish_reason: "stop" or "length".
         stats: Counts and times.
-        copied: Which spans were copied from which passage, in the answer's order, not overlapping.
-        logprobs: With `SamplingParams.logprobs`: of each token.
-        margins: With `record_margins`: per token the best logit less the second best.
+        copied: The spans that were copied from a passage, in the order of the answer, not overlapping.
+        logprobs: With `SamplingParams.logprobs`, the log-probabilities of each token; else empty.
+        margins: With `SamplingParams.record_margins`, the best logit less the second best at each token; else empty.
     """
 
     text: str

@@ -145,7 +145,7 @@ class RequestBuilder:
         unknown = options.keys() - RequestOptions.__annotations__.keys()
         if unknown:
             known = ", ".join(RequestOptions.__annotations__)
-            raise TypeError(f"unexpected argument {', '.join(sorted(unknown))}; there are {known}")
+            raise TypeError(f"unexpected argument {', '.join(sorted(unknown))}; the options are {known}")
         self._check(prompt)
         params = params or SamplingParams()
         given = options.get("logits_processor", ())
@@ -203,14 +203,16 @@ class RequestBuilder:
     def _check(self, prompt: Prompt) -> None:
         length = len(prompt.token_ids)
         if not length:
-            raise PromptError("the prompt is empty; ask something")
+            raise PromptError("the prompt is empty; pass at least one token")
         if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.vocabulary:
             wrong = next(token for token in prompt.token_ids if not 0 <= token < self.vocabulary)
-            raise PromptError(f"the prompt has a token {wrong}, and {self._name} knows 0..{self.vocabulary - 1}")
+            raise PromptError(
+                f"the prompt has the token id {wrong}, and {self._name} has 0..{self.vocabulary - 1}; use its tokenizer"
+            )
         if length >= self._context_window:
             raise PromptError(
                 f"the prompt has {length} tokens, and {self._name} reads at most {self._context_window - 1}; "
-                "shorten it, or retrieve fewer passages (--top-k)"
+                "shorten it, or retrieve fewer passages (similarity_top_k)"
             )
 
     def _constraint(self, prompt: Prompt, params: SamplingParams) -> Constraint | None:

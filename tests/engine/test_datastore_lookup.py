@@ -187,7 +187,7 @@ def test_an_answer_is_right_and_complete_when_the_datastore_fails(
     with caplog.at_level(logging.ERROR):
         assert ask(engine).token_ids == first.token_ids
     assert "drafted without it" in caplog.text
-    assert "could not be kept" in caplog.text
+    assert "could not be added" in caplog.text
 
 
 class TestWhatCannotBe:

@@ -462,7 +462,7 @@ class TestEnds:
     def test_a_token_that_there_is_not_is_refused_at_once(self, make_engine: Callable[..., Engine]) -> None:
         engine = make_engine(by_hand=True)
         for token in (10**6, -1):
-            with pytest.raises(PromptError, match=rf"the prompt has a token {token}, and .* knows 0\.\."):
+            with pytest.raises(PromptError, match=rf"the prompt has the token id {token}, and .* has 0\.\."):
                 engine.submit(Prompt((5, token)), ask())
         assert engine.busy == IDLE
 

@@ -1,1 +1,1 @@
-"""From tokens to text: detokenization, and which characters were copied from where."""
+"""Text to prompts, tokens to text, and the passages that an answer was copied from."""

@@ -1,4 +1,4 @@
-"""Emitted tokens to text, piece by piece: whole characters only, and never past a stop string."""
+"""Incremental detokenization: whole characters only, and never past a stop string."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Turns tokens into text as they come.
+    """Turns the tokens of one answer into text incrementally.
 
     Text is held back while its last character is incomplete and while its end might be the start of a stop string, so
-    what was handed out is never taken back. Tokens are taken one at a time, which makes the text independent of how
-    many of them a step emitted.
+    text that `take` returned is final. Tokens are decoded one at a time, so that the text does not depend on how many
+    of them a step emitted.
 
     Args:
         tokenizer: A `transformers` tokenizer.
-        stop: Strings that end the text; it ends before the one that begins first.
-        before: The last tokens before the first one; some tokenizers spell a word's first token by what precedes it.
-        include: The text ends behind the stop string instead (of those that begin there, the shortest).
+        stop: Stop strings; the text ends before the one that begins first.
+        before: The last tokens of the prompt; some tokenizers decode a token differently depending on the one before.
+        include: End the text after the stop string instead; if several begin at one character, after the shortest.
+
+    Attributes:
+        stopped: Whether the text has ended.
+        ends: For each token, the length of the text after it in characters, without an incomplete character.
     """
 
     def __init__(
@@ -32,21 +36,23 @@ class Detokenizer:
         self._read = len(self._tokens)  # tokens before this are in the text
         self._prefix = 0  # decoding starts here, so that the tokenizer sees what precedes a new token
         self._text = ""
-        self._given = 0
+        self._taken = 0
         self.stopped = False
         self.ends: list[int] = []
-        """For each token: where the text ended after it (an incomplete character is not counted)."""
 
     @property
     def text(self) -> str:
-        """The whole text so far, what is held back included."""
+        """The whole text so far, with what is held back."""
         return self._text
 
     def push(self, token: int) -> bool:
-        """Take a token.
+        """Append a token.
+
+        Args:
+            token: Its id.
 
         Returns:
-            Whether the text has ended with it, at a stop string.
+            Whether the text has ended at a stop string.
         """
         self._tokens.append(token)
         old = self._decode(self._prefix, self._read)
@@ -58,7 +64,7 @@ class Detokenizer:
         return self.stopped
 
     def finish(self) -> None:
-        """No more tokens: what is incomplete stays as the tokenizer shows it."""
+        """End the text; an incomplete character at the end is decoded as the tokenizer decodes it."""
         if not self.stopped:
             old = self._decode(self._prefix, self._read)
             new = self._decode(self._prefix, len(self._tokens))
@@ -69,10 +75,10 @@ class Detokenizer:
             self.stopped = True
 
     def take(self) -> str:
-        """Text that has become certain since the last call."""
-        end = len(self._text) if self.stopped else len(self._text) - self._held()
-        piece = self._text[self._given : end]
-        self._given = max(end, self._given)
+        """The text that has become final since the last call."""
+        end = len(self._text) if self.stopped else len(self._text) - self._held_back()
+        piece = self._text[self._taken : end]
+        self._taken = max(end, self._taken)
         return piece
 
     def _decode(self, start: int, stop: int) -> str:
@@ -88,7 +94,7 @@ class Detokenizer:
             self._text = self._text[: at + length if self._include else at]
             self.stopped = True
 
-    def _held(self) -> int:
+    def _held_back(self) -> int:
         """Characters at the end that may turn out to be the start of a stop string."""
         return max(
             (n for s in self._stop for n in range(1, min(len(s), len(self._text) + 1)) if self._text.endswith(s[:n])),

@@ -1,4 +1,4 @@
-"""From text and chat messages to prompts."""
+"""Text and chat messages to prompts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from transformers import PreTrainedTokenizerBase
 
 from reader_rag.engine.outputs import Prompt
 from reader_rag.errors import ConfigError
+from reader_rag.util.one_line import first_line
 
 
 class PromptEncoder:
-    """Makes prompts, from any thread: tokenizers are not safe for several at once.
+    """Tokenizes prompts, from any thread: a lock protects the tokenizer, which is not thread safe.
 
     Args:
         tokenizer: The model's tokenizer.
-        name: What messages call the model.
+        name: Name of the model in error messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -26,11 +27,14 @@ class PromptEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, special: bool = False) -> Prompt:
-        """Text to token ids and the characters of each.
+        """Tokenize a text.
 
         Args:
-            text: Any text.
+            text: The text.
             special: Whether the tokenizer adds its special tokens.
+
+        Returns:
+            The token ids, with the characters of each if the tokenizer is a fast one.
         """
         offsets = bool(getattr(self._tokenizer, "is_fast", False))
         with self._lock:
@@ -40,7 +44,7 @@ class PromptEncoder:
         return Prompt(tuple(encoded["input_ids"]), text, tuple(encoded["offset_mapping"]) if offsets else None)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
-        """Messages to a prompt through the tokenizer's chat template, up to where the assistant speaks.
+        """Format messages by the tokenizer's chat template, with its generation prompt, and tokenize them.
 
         Args:
             messages: Mappings with "role" and "content".
@@ -49,11 +53,13 @@ class PromptEncoder:
             ConfigError: The tokenizer has no chat template, or the template refuses these messages.
         """
         if not getattr(self._tokenizer, "chat_template", None):
-            raise ConfigError(f"{self._name} has no chat template; give a formatted prompt to complete() instead")
+            raise ConfigError(f"{self._name} has no chat template; pass a formatted prompt to complete() instead")
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
             )
         except Exception as cause:
-            raise ConfigError(f"the chat template of {self._name} refuses these messages: {cause}") from cause
+            raise ConfigError(
+                f"the chat template of {self._name} refuses the messages ({first_line(cause)}); change their roles"
+            ) from cause
         return self.encode(str(text))

@@ -1,4 +1,4 @@
-"""Which tokens of an answer were copied from which passage and characters."""
+"""Provenance: which tokens of an answer were copied from which characters of which passage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Offsets = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Copy:
-    """A token's origin: a corpus position, and the passage's characters if it is a passage's text."""
+    """The origin of a token: a position in a corpus of the draft index, and the passage's characters there, if any."""
 
     source: int
     position: int
@@ -24,10 +24,10 @@ class _Copy:
 
 
 class Provenance:
-    """Follows, token by token, where an answer was copied from.
+    """Records the origin of every token of an answer.
 
-    A token has an origin when the draft that proposed it was accepted, or when it goes on where the token before it
-    was copied from. A token copied from earlier output inherits that token's origin.
+    A token has an origin if it is an accepted draft node, or if it continues the text that the token before it was
+    copied from. A token copied from the answer itself inherits the origin of the token that it was copied from.
 
     Args:
         index: The request's draft index.
@@ -45,8 +45,11 @@ class Provenance:
     def mark(self, passage: Passage) -> bool:
         """Find a passage in the prompt and mark its tokens there.
 
+        Args:
+            passage: The passage.
+
         Returns:
-            Whether the prompt contains it.
+            Whether the prompt contains its text.
         """
         text = passage.text.strip()
         if not text or self._prompt.offsets is None:
@@ -69,14 +72,25 @@ class Provenance:
         return found
 
     def add(self, passage: Passage, token_ids: Sequence[int], offsets: Offsets | None) -> None:
-        """Add a passage that the prompt does not contain."""
+        """Add a passage that the prompt does not contain to the draft index.
+
+        Args:
+            passage: The passage.
+            token_ids: Token ids of its text.
+            offsets: For each token its (start, end) characters; None if the tokenizer does not report them.
+        """
         self._index.add_passage(passage.id, token_ids)
         if offsets is not None:
             self._texts[passage.id] = passage.text
             self._offsets[passage.id] = offsets
 
     def drafted(self, source: int, position: int) -> None:
-        """The next token was copied from that place (values of an accepted draft node)."""
+        """Append a token that was an accepted draft node.
+
+        Args:
+            source: Code of the corpus that the node was copied from (`DraftTree.sources`).
+            position: Position in that corpus (`DraftTree.positions`).
+        """
         generated = position - len(self._prompt.token_ids)
         if source == 0 and generated >= 0:
             earlier = self._copies[generated]
@@ -85,7 +99,11 @@ class Provenance:
             self._copies.append(self._copy(source, position))
 
     def undrafted(self, token: int) -> None:
-        """The next token is the target's own; it may go on where the one before was copied from."""
+        """Append a token that was not drafted; it may continue the text that the token before it was copied from.
+
+        Args:
+            token: Its id.
+        """
         last = self._copies[-1] if self._copies else None
         if last is not None:
             corpus = self._index.sequence if last.source == 0 else self._index.passages
@@ -113,14 +131,14 @@ class Provenance:
         return _Copy(source, position, place.passage_id, max(start, 0), min(end, length))
 
     def spans(self, text: str, ends: Sequence[int]) -> tuple[CopiedSpan, ...]:
-        """The copied stretches of the answer.
+        """The spans of the answer that were copied from passages.
 
         Args:
             text: The answer.
-            ends: For each of its tokens, where the text ended after it.
+            ends: For each of its tokens, the length of the text after it (`Detokenizer.ends`).
 
         Returns:
-            Spans in order, not overlapping; the answer's characters equal the passage's in each.
+            Spans in order, not overlapping; each has the same characters in the answer and in the passage.
         """
         spans: list[CopiedSpan] = []
         run: tuple[str, int, int, int, int] | None = None
@@ -130,7 +148,7 @@ class Provenance:
             if copy is None or copy.passage_id is None:
                 self._close(run, text, spans)
                 run = None
-            elif run is not None and run[0] == copy.passage_id and self._goes_on(run[0], run[2], copy.start):
+            elif run is not None and run[0] == copy.passage_id and self._continues(run[0], run[2], copy.start):
                 run = (run[0], run[1], copy.end, run[3], end)
             else:
                 self._close(run, text, spans)
@@ -138,15 +156,15 @@ class Provenance:
         self._close(run, text, spans)
         return tuple(spans)
 
-    def _goes_on(self, passage_id: str, end: int, start: int) -> bool:
-        """Whether nothing but blanks lies between two tokens: some tokenizers leave them out of their characters."""
+    def _continues(self, passage_id: str, end: int, start: int) -> bool:
+        """Whether only white space is between two tokens: some tokenizers leave it out of the tokens' characters."""
         return start >= end and not self._texts[passage_id][end:start].strip()
 
     def _close(self, run: tuple[str, int, int, int, int] | None, text: str, spans: list[CopiedSpan]) -> None:
-        """Add what is equal on both sides of a run, blanks at its ends left out, to `spans`.
+        """Append a run of copied tokens to `spans` as far as answer and passage agree, without white space at its ends.
 
-        The end may differ: a stop string cuts a token in two. The start may lie further left: the match that the draft
-        was made from began before its first drafted token.
+        The ends can differ, because a stop string can cut a token in two. The start is extended to the left over equal
+        characters, because the match that the draft was made from begins before the first drafted token.
         """
         if run is None:
             return
