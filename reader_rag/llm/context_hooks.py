@@ -1,10 +1,10 @@
-"""How retrieved passages reach the draft index of `ReaderLLM`.
+"""Passes retrieved text from LlamaIndex's synthesizers to the draft index of `ReaderLLM`.
 
-LlamaIndex's synthesizers answer through the LLM's `predict` family and pass what was retrieved as the prompt
-argument `context_str` (`context_msg` when they refine). `ContextHooks` reads it there and makes the call on a
-light copy of the LLM that carries the text. A copy belongs to one call and to nobody else, so nothing has to
-be reset, and a generator that is read later, on another thread or in another task, still has its own text.
-(A `ContextVar` works too, but a generator leaks it into its consumer between two items.)
+The synthesizers call the `predict` family of the LLM and pass the retrieved text as the prompt argument `context_str`
+(`context_msg` when they refine). `ContextHooks` takes it from there and makes the call on a shallow copy of the LLM
+that carries the text. Each call has a copy of its own, so nothing has to be reset, and a generator that is read later,
+on another thread or in another task, keeps its text. (A `ContextVar` would leak from a generator into its consumer
+between two items.)
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ def passages_from(sources: Iterable[NodeWithScore | BaseNode | Passage | str]) -
     """Turn retrieved nodes or plain texts into passages, in their order.
 
     Args:
-        sources: What a retriever returned (`NodeWithScore`), nodes, passages, or texts. A node keeps its `node_id`
-            and its text without metadata; the n-th source, if it is a plain text, is called `source-n`.
+        sources: Nodes with scores as a retriever returns them, nodes, passages, or strings. A node's passage has its
+            `node_id` as id and its text without metadata; the passage of a string that is the n-th source has the id
+            `source-n`.
 
     Returns:
         The passages; sources without text are left out.
 
     Raises:
-        ConfigError: A source is none of these, or one source was passed without a list around it.
+        ConfigError: A source has another type, or `sources` is one source instead of a sequence.
     """
     if isinstance(sources, (str, BaseNode, NodeWithScore, Passage)):
         raise ConfigError(f"sources must be a sequence, not one {type(sources).__name__}; put it into a list")
@@ -68,14 +69,14 @@ def _passage_from(source: NodeWithScore | BaseNode | Passage | str, number: int)
 
 
 def context_passage(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Passage | None:
-    """The retrieved text that a prompt template is about to be filled with.
+    """The retrieved text among the arguments of a prompt template.
 
     Args:
-        prompt: The template; what `partial_format` filled in before counts as well.
+        prompt: The template; arguments set by `partial_format` count too.
         prompt_args: The arguments of this call.
 
     Returns:
-        A passage called `context`, or None where the template is given no retrieved text.
+        A passage with the id `context`; None if there is no retrieved text.
     """
     arguments = {**prompt.kwargs, **prompt_args}
     for name in _CONTEXT_ARGUMENTS:
@@ -86,7 +87,7 @@ def context_passage(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) 
 
 
 class ContextHooks(_LLM):
-    """The `predict` family of a LlamaIndex LLM, each method run on a copy that knows the call's retrieved text."""
+    """The `predict` family of a LlamaIndex LLM; each call runs on a copy that carries the call's retrieved text."""
 
     def _with_context(self, passage: Passage | None) -> Self:
         """A copy of this LLM for one call.
@@ -100,19 +101,19 @@ class ContextHooks(_LLM):
         return self._with_context(context_passage(prompt, prompt_args))
 
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """See `LLM.predict`."""
+        """`LLM.predict` on a copy that carries the retrieved text."""
         return super(ContextHooks, self._for_call(prompt, prompt_args)).predict(prompt, **prompt_args)
 
     async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """See `LLM.apredict`."""
+        """`LLM.apredict` on a copy that carries the retrieved text."""
         return await super(ContextHooks, self._for_call(prompt, prompt_args)).apredict(prompt, **prompt_args)
 
     def stream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenGen:
-        """See `LLM.stream`."""
+        """`LLM.stream` on a copy that carries the retrieved text."""
         return super(ContextHooks, self._for_call(prompt, prompt_args)).stream(prompt, **prompt_args)
 
     async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
-        """See `LLM.astream`."""
+        """`LLM.astream` on a copy that carries the retrieved text."""
         return await super(ContextHooks, self._for_call(prompt, prompt_args)).astream(prompt, **prompt_args)
 
     def structured_predict(
@@ -122,7 +123,7 @@ class ContextHooks(_LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> OutputT:
-        """See `LLM.structured_predict`."""
+        """`LLM.structured_predict` on a copy that carries the retrieved text."""
         output: OutputT = super(ContextHooks, self._for_call(prompt, prompt_args)).structured_predict(
             output_cls, prompt, llm_kwargs, **prompt_args
         )
@@ -135,7 +136,7 @@ class ContextHooks(_LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> OutputT:
-        """See `LLM.astructured_predict`."""
+        """`LLM.astructured_predict` on a copy that carries the retrieved text."""
         output: OutputT = await super(ContextHooks, self._for_call(prompt, prompt_args)).astructured_predict(
             output_cls, prompt, llm_kwargs, **prompt_args
         )
@@ -148,7 +149,7 @@ class ContextHooks(_LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """See `LLM.stream_structured_predict`."""
+        """`LLM.stream_structured_predict` on a copy that carries the retrieved text."""
         return super(ContextHooks, self._for_call(prompt, prompt_args)).stream_structured_predict(
             output_cls, prompt, llm_kwargs, **prompt_args
         )
@@ -160,7 +161,7 @@ class ContextHooks(_LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        """See `LLM.astream_structured_predict`."""
+        """`LLM.astream_structured_predict` on a copy that carries the retrieved text."""
         return await super(ContextHooks, self._for_call(prompt, prompt_args)).astream_structured_predict(
             output_cls, prompt, llm_kwargs, **prompt_args
         )

@@ -1,8 +1,8 @@
-"""What LlamaIndex's instrumentation is told of an answer: its figures and, for a stream, a span as long as the answer.
+"""LlamaIndex instrumentation of answers: an event with counts and times and, for a stream, a span until its end.
 
 LlamaIndex ends the span of a streaming call when the call returns, before there is any text, and handlers that export
-spans (OpenTelemetry) drop what is told of a span that has ended. So a stream that is read has a span of its own below
-that of its call. Both belong to the context of the call: a generator runs in that of whoever reads it.
+spans (OpenTelemetry) drop events of an ended span. So a stream has a span of its own, a child of the call's span. It
+is entered and exited in a copy of the call's context, because a generator runs in the context of its consumer.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ _dispatcher = get_dispatcher(__name__)
 
 
 class ReaderAnswerEvent(BaseEvent):
-    """An answer of `ReaderLLM` is done. Counts and times as in `Stats`; no text, no token, no tenant.
+    """An answer of `ReaderLLM` is finished. It has the fields of `Stats` and no text, token or tenant.
 
-    Every field is a plain number or string, so that it reaches any exporter as it is.
+    Every field is a number or a string, which all exporters support.
 
     Attributes:
-        call_span_id: Span of the call, that of LlamaIndex's own events; `span_id` is another for streams.
+        call_span_id: Id of the call's span, which LlamaIndex's own events have; for a stream, `span_id` is the id of
+            the stream's span.
         finish_reason: "stop" or "length".
-        accepted_context: Of `accepted`: copied from the prompt and the answer so far.
-        accepted_passage: Copied from a passage.
-        accepted_datastore: Copied from a text in the datastore.
-        accepted_successor: The model's own next tokens after the same one or two tokens.
-        accepted_external: Drafts of sources from outside (`DraftSource`).
+        accepted_context: Accepted nodes that were copied from the prompt or the answer so far.
+        accepted_passage: Accepted nodes that were copied from a passage.
+        accepted_datastore: Accepted nodes that were copied from a text in the datastore.
+        accepted_successor: Accepted nodes from the table of the model's own next tokens.
+        accepted_external: Accepted nodes of external draft sources (`DraftSource`).
     """
 
     call_span_id: str = ""
@@ -81,7 +82,7 @@ class ReaderAnswerEvent(BaseEvent):
 
         Args:
             done: The answer.
-            call_span_id: See the class.
+            call_span_id: Id of the call's span; None: the call has no span.
         """
         figures = done.stats.to_dict()
         by_source = figures.pop("accepted_by_source")
@@ -104,7 +105,7 @@ def _report(done: Generation, call: str | None) -> None:
 
 
 class _Answer:
-    """The span of a stream, in a context of its own that is a copy of the call's; made while the call runs."""
+    """The span of a stream, entered and exited in a copy of the call's context. Create it while the call runs."""
 
     def __init__(self) -> None:
         self._context = copy_context()
@@ -121,7 +122,7 @@ class _Answer:
         active_span_id.set(self._id)
 
     def done(self, generation: Generation) -> None:
-        """Send the event of the answer."""
+        """Send the event of the finished answer."""
         self._context.run(_report, generation, self._call)
 
     def __exit__(
@@ -130,7 +131,7 @@ class _Answer:
         self._context.run(self._end, error)
 
     def _end(self, error: BaseException | None) -> None:
-        # A reader that stops early is no error.
+        # Closing the stream early is not an error.
         if error is None or isinstance(error, (GeneratorExit, asyncio.CancelledError)):
             _dispatcher.span_exit(self._id, _NO_ARGUMENTS)
         else:
@@ -139,7 +140,14 @@ class _Answer:
 
 
 def traced(function: FunctionT) -> FunctionT:
-    """Put the responses that a function makes of a stream into a span, and send the answer's event before the last."""
+    """Decorate a generator function so that a span covers its responses.
+
+    Args:
+        function: Makes responses of a stream, by (stream, respond); its last response has `raw`.
+
+    Returns:
+        The function; the answer's event is sent before the last response.
+    """
 
     def responses_of(stream: Any, responses: Generator[Any, None, None], span: _Answer) -> Generator[Any, None, None]:
         with span, closing(responses):
@@ -156,7 +164,14 @@ def traced(function: FunctionT) -> FunctionT:
 
 
 def atraced(function: FunctionT) -> FunctionT:
-    """Put the responses that an async function makes of a stream into a span, as `traced` does."""
+    """Decorate an async generator function so that a span covers its responses.
+
+    Args:
+        function: Makes responses of a stream, by (stream, respond); its last response has `raw`.
+
+    Returns:
+        The function; the answer's event is sent before the last response.
+    """
 
     async def responses_of(
         stream: Any, responses: AsyncGenerator[Any, None], span: _Answer

@@ -1,4 +1,4 @@
-"""LlamaIndex chat messages as chat templates take them."""
+"""Converts LlamaIndex chat messages to the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -20,16 +20,34 @@ _TEMPLATE_ROLES = {
 
 
 def template_message(message: ChatMessage) -> dict[str, str]:
-    """A message as chat templates take it."""
+    """Convert a message.
+
+    Args:
+        message: The message.
+
+    Returns:
+        A dict with "role" and "content".
+
+    Raises:
+        ConfigError: The message has a block that is not text.
+    """
     for block in message.blocks:
         if not isinstance(block, TextBlock):
-            raise ConfigError(f"this model reads text only; a message holds a {type(block).__name__}")
+            raise ConfigError(f"this model takes text only; leave the {type(block).__name__} out of the message")
     return {"role": _TEMPLATE_ROLES.get(message.role, message.role.value), "content": message.content or ""}
 
 
 def join_system(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """Join leading system messages (LlamaIndex puts `system_prompt` before a prompt's own) into the one that
-    templates expect; where a template has no system role, put their text before the first user message."""
+    """Join the leading system messages into one, because LlamaIndex adds `system_prompt` to a prompt's own.
+
+    Args:
+        messages: Messages with "role" and "content".
+        tokenizer: The tokenizer whose chat template formats them.
+
+    Returns:
+        The messages with one system message; if the template has no system role, its text is put before the first
+        user message.
+    """
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     head, rest = messages[:count], list(messages[count:])
     if not head:
@@ -43,7 +61,7 @@ def join_system(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokeniz
 
 
 def _takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template puts a system message into the prompt: some refuse it, some drop it silently."""
+    """Whether the chat template puts a system message into the prompt; some templates raise, some drop it silently."""
     from jinja2.exceptions import TemplateError
 
     probe = [{"role": "system", "content": "system-probe"}, {"role": "user", "content": "user-probe"}]

@@ -1,7 +1,7 @@
-"""Pydantic objects from `ReaderLLM`: LlamaIndex's structured predictions, held to the class's JSON schema.
+"""Pydantic objects from `ReaderLLM`: LlamaIndex's structured predictions under a grammar of the class's JSON schema.
 
-LlamaIndex asks a model in words for JSON and hopes for the best. `StructuredOutput` asks in the same words, so that the
-model knows what the fields mean, and has every token chosen under the schema's grammar, so that the answer parses.
+LlamaIndex describes the schema in the prompt and does not constrain the answer. `StructuredOutput` uses the same
+description, so that the model knows what the fields mean, and a grammar, so that the answer is valid JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     _LLM = CustomLLM
 else:
-    _LLM = object  # as in `hooks`; the spans are made here, since nothing above is called
+    _LLM = object  # as in `context_hooks`; the spans are made here, because no method of the base class is called
 
 OutputT = TypeVar("OutputT", bound=BaseModel)
 
@@ -38,14 +38,14 @@ _dispatcher = get_dispatcher(__name__)
 
 
 class _InWords(PydanticOutputParser):  # type: ignore[type-arg]
-    """The schema for the model to read. Braces stay single: the prompt is formatted already."""
+    """Adds the schema to the prompt. Braces are not escaped, because the prompt is formatted already."""
 
     def format(self, query: str) -> str:
         return f"{query}\n{self.get_format_string(escape_json=False)}"
 
 
 class StructuredOutput(_LLM):
-    """The structured predictions of a LlamaIndex LLM whose chats take a `grammar`."""
+    """The structured predictions of a LlamaIndex LLM whose `chat` takes a `grammar`."""
 
     @_dispatcher.span
     def structured_predict(
@@ -61,15 +61,15 @@ class StructuredOutput(_LLM):
             output_cls: The class.
             prompt: The template; the schema is added to its messages.
             llm_kwargs: Arguments of `chat` for this call, such as `max_tokens`.
-            prompt_args: What the template is filled with.
+            prompt_args: Arguments of the template.
 
         Returns:
             The object.
 
         Raises:
-            ConfigError: The class has a schema that no grammar can be made of.
-            IncompleteAnswerError: The answer was cut off; raise `max_tokens`.
-            pydantic.ValidationError: The class asks for more than its schema says, and the answer does not meet it.
+            ConfigError: No grammar can be made of the class's schema.
+            IncompleteAnswerError: The answer ended before the object was complete.
+            pydantic.ValidationError: The answer fails a check of the class that its schema cannot express.
         """
         _dispatcher.event(_started(output_cls, prompt, prompt_args))
         arguments = _arguments(output_cls, llm_kwargs)
@@ -86,7 +86,7 @@ class StructuredOutput(_LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> OutputT:
-        """Answer a prompt with an object of a Pydantic class; see `structured_predict`."""
+        """`structured_predict` without blocking the event loop; the same arguments, result and errors."""
         _dispatcher.event(_started(output_cls, prompt, prompt_args))
         arguments = _arguments(output_cls, llm_kwargs)
         messages = self._structured_messages(output_cls, prompt, prompt_args)
@@ -102,19 +102,17 @@ class StructuredOutput(_LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """Answer a prompt with an object of a Pydantic class, step by step.
-
-        Args and errors are those of `structured_predict`.
+        """Answer a prompt with an object of a Pydantic class, streamed; arguments and errors of `structured_predict`.
 
         Yields:
-            What there is of the object after every step, as LlamaIndex makes it: of a class of the same fields, all of
-            them optional, until it is valid. The last one is the whole object.
+            The partial object after each step: an object of LlamaIndex's variant of the class with optional fields
+            until it is valid. The last one is the whole object.
         """
         _dispatcher.event(_started(output_cls, prompt, prompt_args))
         arguments = _arguments(output_cls, llm_kwargs)
         messages = self._structured_messages(output_cls, prompt, prompt_args)
         partial = _Partial(output_cls)
-        # Closed with this generator: an answer that nobody reads on frees its cache.
+        # The stream is closed with this generator, so that its request ends and its cache is freed.
         with closing(self.stream_chat(messages, **arguments)) as responses:
             for response in responses:
                 yield partial.read(response)
@@ -130,7 +128,7 @@ class StructuredOutput(_LLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        """Answer a prompt with an object of a Pydantic class, step by step; see `stream_structured_predict`."""
+        """`stream_structured_predict` without blocking the event loop; the same arguments, objects and errors."""
 
         async def objects() -> AsyncGenerator[Any, None]:
             _dispatcher.event(_started(output_cls, prompt, prompt_args))
@@ -150,18 +148,18 @@ class StructuredOutput(_LLM):
     def _structured_messages(
         self, output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]
     ) -> list[ChatMessage]:
-        """The prompt's messages with the schema in words, and the system prompt before them."""
-        # LlamaIndex leaves its parser behind in the template, where another call's would describe another class.
+        """The prompt's messages with the description of the schema, and the system prompt before them."""
+        # LlamaIndex stores the parser in the template, where it would describe this class to other calls.
         own = prompt.model_copy(update={"output_parser": None})
         messages = [message.model_copy(deep=True) for message in own.format_messages(llm=self, **prompt_args)]
         return self._extend_messages(_InWords(output_cls).format_messages(messages))
 
 
 class _Partial:
-    """The object that an answer is becoming.
+    """The partial object of a streamed answer.
 
     Args:
-        output_cls: Its class.
+        output_cls: Class of the whole object.
     """
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
@@ -170,7 +168,11 @@ class _Partial:
         self._last = ChatResponse(message=ChatMessage(role="assistant", content=""))
 
     def read(self, response: ChatResponse) -> Any:
-        """What there is after one more response."""
+        """The partial object after one more response.
+
+        Args:
+            response: The response, with the text so far.
+        """
         self._last = response
         output = process_streaming_objects(response, self._output_cls, cur_objects=self._objects)
         self._objects = [output]
@@ -178,7 +180,7 @@ class _Partial:
         return output
 
     def whole(self) -> BaseModel:
-        """The object, after the last response; errors as in `StructuredOutput.structured_predict`."""
+        """The object after the last response; raises the errors of `StructuredOutput.structured_predict`."""
         return _object(self._output_cls, self._last)
 
 
@@ -190,7 +192,7 @@ def _started(
 
 def _arguments(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     if llm_kwargs and llm_kwargs.get("grammar") is not None:
-        raise ConfigError("the class is the grammar of a structured prediction; leave grammar out of llm_kwargs")
+        raise ConfigError("a structured prediction takes its grammar from the class; leave grammar out of llm_kwargs")
     return {**(llm_kwargs or {}), "grammar": Grammar.json_schema(output_cls)}
 
 
@@ -201,9 +203,9 @@ def _object(output_cls: type[OutputT], response: ChatResponse) -> OutputT:
         output = output_cls.model_validate_json(text)
     except ValidationError as error:
         if error.errors()[0]["type"] != "json_invalid":
-            raise  # whole, but the class asks for more than a schema can say
+            raise  # complete JSON that fails a check which a schema cannot express
         remedy = "raise max_tokens" if cut else "a stop string ended it; take it out of stop"
         raise IncompleteAnswerError(f"the answer ended before its {name} was complete; {remedy}") from error
-    if cut and text[-1:].isdigit():  # the only JSON that may go on where it is valid
-        raise IncompleteAnswerError(f"the answer was cut off in a number of its {name}; raise max_tokens")
+    if cut and text[-1:].isdigit():  # a number is the only valid JSON that can continue
+        raise IncompleteAnswerError(f"the answer may have ended within a number of its {name}; raise max_tokens")
     return output

@@ -211,4 +211,4 @@ def _distinct(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
 
 def _require_question(query: QueryBundle) -> None:
     if not query.query_str.strip():
-        raise PromptError("the question is empty; ask something")
+        raise PromptError("the question is empty; write a question")

@@ -114,7 +114,7 @@ class TestPrompt:
         assert engine.chats[0] == [{"role": "user", "content": "one\ntwo"}]
 
     def test_an_image_is_refused(self, llm: ReaderLLM) -> None:
-        with pytest.raises(ConfigError, match="reads text only; a message holds a ImageBlock"):
+        with pytest.raises(ConfigError, match="takes text only; leave the ImageBlock out"):
             llm.chat([ChatMessage(role="user", blocks=[ImageBlock(image=b"iVBORw0KGgo=")])])
 
     @pytest.mark.parametrize("prompt", ["", "  \n"])

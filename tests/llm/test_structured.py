@@ -162,7 +162,7 @@ class TestEachMethod:
             if finish == "stop":
                 assert (await predict(numbers, how, RootModel[int])).root == 42
             else:
-                with pytest.raises(IncompleteAnswerError, match="cut off in a number.*raise max_tokens"):
+                with pytest.raises(IncompleteAnswerError, match="ended within a number.*raise max_tokens"):
                     await predict(numbers, how, RootModel[int])
 
     async def test_what_a_schema_cannot_say_is_the_classes_own_error(self, llm: ChatOnly, how: str) -> None:

@@ -199,7 +199,7 @@ def ask_store(
         ReaderError: The question is empty or too long, or store, models or server cannot be used.
     """
     if not question.strip():
-        raise PromptError("the question is empty; ask something")
+        raise PromptError("the question is empty; write a question")
     if compare and models.engine is not None:
         raise ConfigError("--compare needs a model on this machine, not a server: leave out --engine")
     if compare and models.dtype == "auto":
