@@ -153,6 +153,7 @@ def test_all_figures_are_plain_values_under_their_own_names(
         "accepted_passage": 2,
         "accepted_datastore": 0,
         "accepted_successor": 3,
+        "accepted_external": 0,
         "tokens_per_step": 4.0,
         "tokens_per_s": 2.0,
         "queue_s": 0.5,
