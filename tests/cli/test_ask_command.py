@@ -103,7 +103,7 @@ def test_a_comparison_knows_nothing_of_the_answer_that_came_before(
         return results[-1]
 
     monkeypatch.setattr(answers_module, "ask_store", noted)
-    monkeypatch.setattr(tiny_engine, "costs", EverythingPays())
+    monkeypatch.setattr(tiny_engine.context.costs, "current", EverythingPays())
     question, length = "Is the heron in shallow water?", ("--max-tokens", "40")
     demo = ("demo", "--workdir", tmp_path, "--question", question, *length)
     assert run(*demo).exit_code == 0

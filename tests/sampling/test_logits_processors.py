@@ -384,9 +384,11 @@ def test_nothing_is_asked_behind_a_stop_string(engine: Engine, prompt: Prompt) -
         assert asked == [len(prompt.token_ids) + n for n in range(len(done.token_ids))]
 
 
-def test_a_processor_may_ask_the_engine_and_compute_gradients(engine: Engine, prompt: Prompt) -> None:
+def test_a_processor_may_run_the_model_and_compute_gradients(
+    engine: Engine, tiny_model: LlamaForCausalLM, prompt: Prompt
+) -> None:
     def asks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        inner = engine.generate(Prompt(ids[0].tolist()[-3:]), SamplingParams(max_tokens=1)).token_ids[0]
+        inner = int(tiny_model(ids[:, -3:]).logits[0, -1].argmax())
         with torch.enable_grad():
             held = scores.clone().requires_grad_()
             [gradient] = torch.autograd.grad((held[0, inner] ** 2).sum(), held)
