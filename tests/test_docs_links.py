@@ -1,0 +1,51 @@
+"""Links between the pages of the documentation, and paths that they name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+_CODE_BLOCK = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", flags=re.MULTILINE)
+
+
+def text_of(page: Path) -> str:
+    """A page without its code blocks."""
+    return _CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    headings = (re.sub(r"[`*]|\]\([^)]*\)", "", heading) for heading in _HEADING.findall(text_of(page)))
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_resolve(page: Path) -> None:
+    broken = []
+    for link in _LINK.findall(text_of(page)):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors_of(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_modules_of_the_glossary_exist() -> None:
+    modules = re.findall(r"\| `([\w/]+\.py)` \|$", (ROOT / "docs" / "glossary.md").read_text(), flags=re.MULTILINE)
+    assert len(modules) > 50
+    assert [module for module in modules if not (ROOT / "reader_rag" / module).is_file()] == []
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in _LINK.findall(text_of(ROOT / "README.md"))}
+    pages = set((ROOT / "docs").glob("*.md"))
+    assert {page.name for page in pages - linked} == set()
