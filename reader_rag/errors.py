@@ -1,7 +1,7 @@
-"""One exception family. Every message says in one line what is wrong and what to do next.
+"""Exceptions and warnings. Every message says in one line what is wrong and what to do next.
 
-Catch `ReaderError` to handle everything this package raises on purpose; anything else that escapes is a bug
-(or comes from a library) and keeps its own traceback. What works, but otherwise than was asked, is a `ReaderWarning`.
+Catch `ReaderError` to handle every error that this package raises on purpose; any other exception is a bug or comes
+from a library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class ReaderError(Exception):
 
 
 class ReaderWarning(UserWarning):
-    """Something works otherwise than was asked, or slower: a model without drafts, a setting that was changed."""
+    """A request or setting works differently or slower than requested, e.g. a model that is decoded without drafts."""
 
 
 class ConfigError(ReaderError, ValueError):
@@ -35,7 +35,7 @@ class ModelNotFoundError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model cannot be decoded here, or not as exactly as was asked."""
+    """The model cannot be decoded here, or not with the requested exactness."""
 
 
 class PromptError(ReaderError, ValueError):
@@ -51,18 +51,18 @@ class NestedCallError(ReaderError):
 
 
 class BusyError(ReaderError):
-    """The engine has as much to do as it may; ask again later."""
+    """The queue is full, a request waited too long, or the engine is being closed; try again later."""
 
 
 class ServerError(ReaderError):
-    """A server that answers in the LLM's place cannot be reached, or does not do what it is asked."""
+    """An LLM server cannot be reached, or fails a request."""
 
 
 class BatchError(ReaderError):
     """Some answers of a batch failed.
 
     Attributes:
-        results: For each prompt its answer, or the error that ended it.
+        results: For each prompt, its answer or the error that ended it.
     """
 
     def __init__(self, message: str, results: Sequence[Any]) -> None:
@@ -71,11 +71,11 @@ class BatchError(ReaderError):
 
 
 class GrammarError(ReaderError):
-    """An answer cannot be held to its grammar any further."""
+    """The grammar of an answer cannot be followed any further."""
 
 
 class IncompleteAnswerError(ReaderError):
-    """An answer was cut off before it was a whole object of the class that was asked for."""
+    """An answer ended before it was a whole object of the requested class."""
 
 
 class StoreError(ReaderError):
@@ -83,11 +83,11 @@ class StoreError(ReaderError):
 
 
 class StoreNotFoundError(StoreError):
-    """There is no document store at that place."""
+    """There is no document store in that folder or at that URL."""
 
 
 class StoreCorruptError(StoreError):
-    """A store's file is damaged, truncated, or not a store of ours."""
+    """A store's file is damaged, truncated, or of another program."""
 
 
 class StoreMismatchError(StoreError):
@@ -99,7 +99,7 @@ class StoreBusyError(StoreError):
 
 
 class StoreConnectionError(StoreError):
-    """The database that holds the store does not answer, or refuses us."""
+    """The database of the store does not answer, or refuses access."""
 
 
 class StoreWriteError(StoreError):
@@ -107,7 +107,7 @@ class StoreWriteError(StoreError):
 
 
 class DatastoreError(ReaderError):
-    """A long-term datastore of drafts cannot be read or written."""
+    """A datastore that drafts are copied from cannot be read or written."""
 
 
 class DatastoreNotFoundError(DatastoreError):
@@ -119,7 +119,7 @@ class DatastoreMismatchError(DatastoreError):
 
 
 class DatastoreCorruptError(DatastoreError):
-    """A datastore's file is damaged, truncated, or not one of ours."""
+    """A datastore's file is damaged, truncated, or of another program."""
 
 
 class DatastoreBusyError(DatastoreError):

@@ -121,7 +121,7 @@ _EDITS = (
 
 
 def reworded(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
-    """The same requests in other words; texts in them stay as they are."""
+    """Other phrasings of the requests; the texts quoted in them are unchanged."""
     return [BenchPrompt(f"{prompt.id}-edited", prompt.category, _reworded(prompt.text)) for prompt in prompts]
 
 

@@ -40,7 +40,7 @@ class Snapshot:
 
     Attributes:
         searchable: The segments, each with the ranges of its removed documents.
-        table: The same for the kernels, a tuple like `SegmentTable`; its addresses point into `searchable`.
+        table: The segments for the kernels, a tuple like `SegmentTable`; its addresses point into `searchable`.
     """
 
     def __init__(self, namespaces: Sequence[Namespace], identity: Identity) -> None:

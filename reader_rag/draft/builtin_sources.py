@@ -35,7 +35,7 @@ class BuiltinSource:
     Args:
         builder: Grows the trees; has the successor table, with the profile as its prior.
         index: Prompt, output and passages.
-        successors: The builder's table, where this source is to update it; None: somebody else does, or nobody.
+        successors: The builder's successor table, if this source updates it; None: it does not update the table.
         lookup: The datastore; None: there is none.
 
     Attributes:

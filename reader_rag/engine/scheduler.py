@@ -162,7 +162,7 @@ class Scheduler:
         """Queue a request; never waits.
 
         Args:
-            request: What is asked for.
+            request: The prepared request.
             patient: Whether it may wait in the queue without limit.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Where the entries of several texts lie in a cache's tensors, and what moving them elsewhere takes."""
+"""Layouts of the batch cache: which column has which entry of a sequence, and the moves between two layouts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from reader_rag.kv_cache.tree_cache import TreeCache
 Text = weakref.ref[TreeCache]
 
 EMPTY = -1
-"""What a column holds that holds nothing of its row's text."""
+"""Value of a column without an entry of its row's sequence."""
 
 
 class Layout:
-    """Where the entries of every text lie.
+    """The columns of every sequence's entries.
 
     Attributes:
-        texts: One a row. Not held: what its owner has dropped leaves with the next pass.
-        entries: int32 [rows, columns], what each column holds: a position of the text; -1, nothing of it;
-            -2 - j, row j of its last pass, which is not committed.
+        texts: Weak references to the sequences' caches, one for each row; a dead one is removed at the next pass.
+        entries: int32 [rows, columns], the entry in each column: a position of the sequence; -1: none; -2 - j: row j
+            of the sequence's last pass, which is not committed.
     """
 
     def __init__(self, texts: list[Text], entries: NDArray[np.int32]) -> None:
@@ -32,37 +32,37 @@ class Layout:
 
     @classmethod
     def empty(cls) -> Layout:
-        """Of no texts."""
+        """A layout without sequences."""
         return cls([], np.zeros((0, 0), np.int32))
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Committed positions of each text."""
+        """Number of committed positions of each sequence."""
         lengths: NDArray[np.int64] = np.count_nonzero(self.entries >= 0, axis=1)
         return lengths
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Entries of each text, committed or not."""
+        """Number of entries of each sequence, committed or not."""
         counts: NDArray[np.int64] = np.count_nonzero(self.entries != EMPTY, axis=1)
         return counts
 
     @property
     def used(self) -> NDArray[np.int64]:
-        """The first column behind all entries of each text."""
+        """The first column after all entries of each sequence."""
         columns = self.entries.shape[1]
         last = (self.entries[:, ::-1] != EMPTY).argmax(1) if columns else 0
         used: NDArray[np.int64] = np.where(self.counts > 0, columns - last, 0)
         return used
 
     def forget(self, text: Text) -> None:
-        """Take what the last pass over a text wrote, and nobody kept, for nothing."""
+        """Drop the uncommitted entries of a sequence."""
         if text in self.texts:
             row = self.entries[self.texts.index(text)]
             row[row < EMPTY] = EMPTY
 
     def commit(self, text: Text, rows: Sequence[int], length: int) -> None:
-        """Commit those rows of a text's last pass behind its `length` positions."""
+        """Commit the given rows of a sequence's last pass after its `length` committed positions."""
         if text not in self.texts:
             return
         row = self.entries[self.texts.index(text)]
@@ -72,7 +72,7 @@ class Layout:
         row[[columns[index] for index in rows]] = np.arange(length, length + len(rows))
 
     def packed(self) -> Layout:
-        """The same entries in the same order, without holes."""
+        """A layout of the same entries in the same order, without empty columns between them."""
         entries = np.full_like(self.entries, EMPTY)
         rows, columns = np.nonzero(self.entries != EMPTY)
         counts = self.counts
@@ -81,7 +81,7 @@ class Layout:
         return Layout(self.texts, entries)
 
     def joined(self, texts: Sequence[Text], lengths: Sequence[int]) -> Layout:
-        """With more texts, of which so many positions are committed, in rows of their own behind the others."""
+        """A layout with further sequences in further rows, of which `lengths` positions are committed."""
         joined = self.within(max([self.entries.shape[1], *lengths]))
         rows = [
             np.where(np.arange(joined.entries.shape[1]) < n, np.arange(joined.entries.shape[1]), -1) for n in lengths
@@ -89,7 +89,7 @@ class Layout:
         return Layout([*self.texts, *texts], np.vstack([joined.entries, *rows]).astype(np.int32))
 
     def without(self, texts: Sequence[Text]) -> Layout:
-        """Without some of the texts; the last rows move into theirs."""
+        """A layout without some sequences; the last rows move into their rows."""
         rows = [row for row, text in enumerate(self.texts) if text not in texts]
         count = len(rows)
         behind = [row for row in rows if row >= count]
@@ -97,7 +97,7 @@ class Layout:
         return Layout([self.texts[row] for row in order], self.entries[order])
 
     def within(self, columns: int) -> Layout:
-        """The same in so many columns, which all entries lie in."""
+        """A layout of the same entries with another number of columns, enough for all entries."""
         entries = np.full((len(self.texts), columns), EMPTY, np.int32)
         shared = min(columns, self.entries.shape[1])
         entries[:, :shared] = self.entries[:, :shared]
@@ -105,11 +105,11 @@ class Layout:
 
 
 class Moves:
-    """What it takes to bring a layer from one layout to another that has its entries in the same order.
+    """The moves that change a layer from one layout to another with the entries in the same order.
 
     Args:
-        old: The one.
-        new: The other; without holes if any entry changes its column.
+        old: The layout before.
+        new: The layout after; without empty columns between entries if any entry changes its column.
 
     Attributes:
         new: As given.

@@ -39,32 +39,32 @@ def attention_masks(
     starts: NDArray[np.int64],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Masks of a pass over some texts; made on the device, where only what they are made of is sent.
+    """The attention masks of a forward pass over several sequences, computed on the device.
 
     Args:
-        kinds: See `attention_kinds`.
-        visible: [texts, rows, rows], which rows of a text's pass see each other.
-        queries: [texts, rows], positions of the rows.
-        keys: [texts, shown], the position of what each column holds; -1: nothing that may be seen.
-        starts: [texts], the column that a text's first row is written to; the others follow. They are not in `keys`.
-        device: Where the masks go.
+        kinds: Attention kind to its window or chunk length in positions, 0 for full attention (`attention_kinds`).
+        visible: [sequences, rows, rows], which rows of a sequence's pass attend to each other.
+        queries: [sequences, rows], positions of the rows.
+        keys: [sequences, columns], the position of the entry in each column of the cache; -1: masked.
+        starts: [sequences], the column of a sequence's first row; its other rows follow. `keys` does not have them.
+        device: Device of the masks.
 
     Returns:
-        By kind bool [texts, 1, rows, shown]: whether a row attends to a column.
+        By kind, bool [sequences, 1, rows, columns]: whether a row attends to a column.
     """
     rows = queries.shape[1]
     columns = torch.from_numpy(starts[:, None] + np.arange(rows)).to(device)
-    asked = torch.from_numpy(queries).to(device)
-    held = torch.from_numpy(keys).to(device, torch.int64)
-    full = (held >= 0)[:, None].repeat(1, rows, 1)
+    query_positions = torch.from_numpy(queries).to(device)
+    key_positions = torch.from_numpy(keys).to(device, torch.int64)
+    full = (key_positions >= 0)[:, None].repeat(1, rows, 1)
     full.scatter_(2, columns[:, None].expand(-1, rows, -1), torch.from_numpy(visible).to(device))
-    held.scatter_(1, columns, asked)
+    key_positions.scatter_(1, columns, query_positions)
     masks = {}
     for kind, span in kinds.items():
         allowed = full
         if kind == "sliding_attention":
-            allowed = full & (held[:, None] > asked[:, :, None] - span)
+            allowed = full & (key_positions[:, None] > query_positions[:, :, None] - span)
         elif kind == "chunked_attention":
-            allowed = full & (held[:, None] // span == asked[:, :, None] // span)
+            allowed = full & (key_positions[:, None] // span == query_positions[:, :, None] // span)
         masks[kind] = allowed[:, None]
     return masks

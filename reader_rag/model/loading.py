@@ -34,7 +34,7 @@ def load_model(
         dtype: "float32", "bfloat16", "float16", or "auto": see `resolve_dtype`.
         device: "cpu", "cuda", "cuda:1", ..., or "auto": CUDA where there is one, else the CPU.
         trust_remote_code: Run model code that comes with the weights. Only for sources you trust.
-        progress: Told about long steps.
+        progress: Called with a line before each long step.
 
     Returns:
         The model in evaluation mode on `device`, and its tokenizer.

@@ -119,7 +119,13 @@ class PlainTarget:
         return 0
 
     def prefill(self, token_ids: Sequence[int], cache: PlainCache, seen: LogitsCallback | None = None) -> torch.Tensor:
-        """See `Target.prefill`."""
+        """Commit a prompt; returns the logits [1, vocabulary] after its last token.
+
+        Args:
+            token_ids: The prompt.
+            cache: An empty cache.
+            seen: Called with the start and the logits of the prompt's positions; None: not called.
+        """
         return last_of(self.prefill_chunks(token_ids, cache, seen))
 
     def prefill_chunks(
@@ -162,7 +168,14 @@ class PlainTarget:
         return self._read([root], cache, last_only=True)
 
     def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
-        """See `Target.verify_batch`."""
+        """Decode one token of each sequence, one after the other.
+
+        Args:
+            steps: Root, empty tree and cache of each sequence.
+
+        Returns:
+            For each sequence, its logits [1, vocabulary].
+        """
         return [self.verify(step.root, step.tree, step.cache) for step in steps]
 
     def _read(self, token_ids: Sequence[int], cache: PlainCache, *, last_only: bool) -> torch.Tensor:

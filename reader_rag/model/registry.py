@@ -120,7 +120,7 @@ def resolve_model(name: str | Path, progress: Progress | None = None) -> Path | 
 
     Args:
         name: An alias, a local folder (`./NAME` for one that is called like an alias), or a hub id.
-        progress: Told when an alias is converted, which happens at its first use and takes some seconds.
+        progress: Called with a line when an alias is converted, at its first use.
 
     Returns:
         A local folder, or a hub id as it was given.
@@ -137,7 +137,7 @@ def resolve_embed_model(name: str | Path, progress: Progress | None = None) -> s
 
     Args:
         name: An alias, a local folder, or a hub id.
-        progress: Told about long steps.
+        progress: Called with a line before each long step.
 
     Returns:
         A local folder or a hub id, as `SentenceTransformer` takes it.
@@ -157,7 +157,7 @@ def get_model(name: str | Path, progress: Progress | None = None) -> Path:
 
     Args:
         name: An alias, a hub id, or a local folder (which is there already).
-        progress: Told what is being done.
+        progress: Called with a line before each step.
 
     Returns:
         The model's folder.

@@ -33,17 +33,17 @@ def select_target(
     forward: Forward = "auto",
     strict_width: int | None = None,
 ) -> tuple[TargetModel, Drafting]:
-    """The best way to decode a model that gives its own output: with trees, with chains, or plainly.
+    """Select how to decode a model with its own output: with draft trees, with chains, or without drafts.
 
     A model object is changed in two cases, and a `ReaderWarning` says so: an attention backend that takes no tree mask
     becomes "sdpa", and for "strict" experts are multiplied one token at a time where that keeps the bits.
 
     Args:
         model: A causal language model of `transformers`, in eval mode, or a PEFT model around one.
-        name: What messages call it.
-        exactness: See `Engine`.
-        forward: See `Engine`.
-        strict_width: See `Engine`.
+        name: Name of the model in messages.
+        exactness: "fast": passes have the shape they need; "strict": answers have the bits of plain decoding.
+        forward: "auto": compiled loops for known models on the CPU; "torch": always the model's own forward.
+        strict_width: Positions of every pass under "strict" where shapes are fixed; None: the device's default.
 
     Returns:
         The target, and what it verifies.
@@ -76,11 +76,11 @@ def select_target(
 
 
 def select_reuse(target: TargetModel, exactness: Exactness) -> Reuse | None:
-    """What texts that begin the same may have of one another; None: nothing, so that each is read whole.
+    """Which keys and values sequences with the same prefix may reuse; None: none, every prompt is prefilled whole.
 
     Args:
         target: The model.
-        exactness: See `Engine`.
+        exactness: "strict": reuse must not change any bit; "fast": it may round differently.
     """
     reuse = target.reuse(strict=exactness == "strict")
     if reuse is None or target.cpu is not None:
@@ -89,7 +89,7 @@ def select_reuse(target: TargetModel, exactness: Exactness) -> Reuse | None:
         return reuse if restores(target) else None
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # whatever a model raises that was not made for this; each text is read whole then
+    except Exception:  # an unknown model may raise anything; then every prompt is prefilled whole
         return None
 
 
@@ -164,13 +164,13 @@ def _made_strict(free: Target, shape: FixedShape, forward: Forward, name: str) -
     """A target whose drafts have the bits of plain decoding; how experts are multiplied may change for it.
 
     Args:
-        free: The model in any shape, verified.
-        shape: The one to keep to, where rows depend on their neighbours.
-        forward: See `Engine`.
-        name: What messages call the model.
+        free: The verified target without a fixed shape.
+        shape: The fixed shape, used where a row's bits depend on the rows beside it.
+        forward: "auto": compiled loops for known models on the CPU; "torch": always the model's own forward.
+        name: Name of the model in messages.
 
     Raises:
-        UnsupportedModelError: They are not; the model is as it was.
+        UnsupportedModelError: Drafts do not have the bits of plain decoding; the model is unchanged.
     """
     model: Any = free.model
     before = getattr(model.config, "_experts_implementation", None)

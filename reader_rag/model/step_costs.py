@@ -128,15 +128,15 @@ class StepCosts:
     ) -> list[int]:
         """How many of each tree's nodes to verify in one pass over all.
 
-        The nodes of all trees are one pool, the most probable first, whosever they are. One scan finds the n that
+        The nodes of all trees are one pool, the most probable first. One scan finds the n that
         maximises expected tokens per second, `(trees + sum of the first n path probabilities) / T(trees + n, context)`.
         Nodes of a tree come in falling probability, so its part of the first n is the best tree of that size.
 
         Args:
-            trees: What was drafted, for each text one; at least one.
-            contexts: Committed positions of each.
+            trees: The draft tree of each sequence; at least one.
+            contexts: Committed positions of each sequence.
             acceptance_ratios: Of each tree's sequence, accepted over expected tokens of its last drafts, in 0..1.
-            padded: Whether every text takes as many positions as the largest tree.
+            padded: Whether every sequence takes as many positions as the largest tree.
 
         Returns:
             For each 0..len(tree); 0: a plain step is faster.

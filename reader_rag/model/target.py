@@ -320,10 +320,7 @@ class Target:
         keys: NDArray[np.int32],
         starts: NDArray[np.int64],
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Masks [texts, 1, rows, shown] of the model's attention kinds; one mask if there is only one kind.
-
-        See `attention_masks`.
-        """
+        """The masks of `attention_masks` as the attention backend takes them; one mask if there is only one kind."""
         allowed = attention_masks(self._kinds, visible, queries, keys, starts, self.device)
         masks = {kind: self._to_backend(mask) for kind, mask in allowed.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))

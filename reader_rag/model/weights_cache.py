@@ -76,7 +76,7 @@ def install_folder(
         target: The folder to make; returned as it is if it already holds a model.
         write: Fills the empty folder it is given.
         disk_bytes: About how much `write` needs; less free space than that is refused before it starts.
-        progress: Told when another process is being waited for.
+        progress: Called with a line before it waits for another process.
 
     Returns:
         `target`.

@@ -45,7 +45,7 @@ class TopP(LogitsProcessor):
         self._theirs: Processor = TopPLogitsWarper(top_p)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See `Processor`."""
+        """Mask the scores of all tokens outside the nucleus; arguments and result of a `Processor`."""
         if scores.device.type != "cpu" or scores.dtype != torch.float32 or len(scores) != 1:
             return self._theirs(input_ids, scores)
         values = torch.from_numpy(np.sort(scores.detach().numpy()))
@@ -77,7 +77,7 @@ class OpenAIPenalties(LogitsProcessor):
         self._prompt_tokens = prompt_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See `Processor`."""
+        """Subtract the penalties from the scores; arguments and result of a `Processor`."""
         answer = input_ids[:, self._prompt_tokens :]
         counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)

@@ -60,9 +60,9 @@ class Sampler(Protocol):
             verified: The pass.
 
         Returns:
-            A function from a row to the token emitted there. It is called for visited rows only: from the root down
-            the accepted path, each once. So over an answer it is called as plain decoding would call it, once a token
-            with that token's true prefix, and what keeps state from call to call keeps the right one.
+            A function from a row to the token emitted there. It is called once for each visited row, from the root
+            down the accepted path. Over an answer it is therefore called as in plain decoding, once for each token
+            with the token's true prefix, so that samplers with state work.
         """
 
 
@@ -78,7 +78,7 @@ def greedy(verified: Verified) -> Callable[[int], int]:
 
 
 _FEW = 4
-"""Where fewer than one in so many tokens are possible, noise is made for these alone: its logarithms take time."""
+"""If fewer than one token in this many is possible, noise is computed for the possible tokens only."""
 
 
 class ProcessedSampler:
@@ -97,12 +97,11 @@ class ProcessedSampler:
         self._seed = seed
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
-        """See `Sampler`."""
-
+        """Choose tokens row by row; arguments and result of a `Sampler`."""
         return lambda row: int(self.perturbed(verified, row).argmax())
 
     def perturbed(self, verified: Verified, row: int) -> torch.Tensor:
-        """float32 [vocabulary], what the chosen token is the best of: `scores`, and the noise of the row's position."""
+        """float32 [vocabulary], whose argmax is the chosen token: `scores` plus the noise of the row's position."""
         scores = self.scores(verified, row)
         if self._seed is None:
             return scores

@@ -15,16 +15,16 @@ from reader_rag.draft.successor_table import BEST
 
 _BLOCK = 64
 _ROWS_TOGETHER = 512
-"""Rows of several passes that are copied into one, so that one call ranks them all."""
+"""Most rows of several passes that are concatenated, so that one call ranks them."""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """What is asked of the logits of every pass.
+    """The most probable tokens of each row of a pass.
 
     Attributes:
-        argmax: [rows], the most probable token of each; of equal ones, the first.
-        best: int32 [rows, BEST], see `top_tokens`; None: not asked for.
+        argmax: [rows], the most probable token of each row; of equally probable ones, the one with the lowest id.
+        best: int32 [rows, BEST], the most probable tokens of each row, most probable first; None: not computed.
     """
 
     argmax: list[int]
@@ -32,16 +32,16 @@ class TopK:
 
 
 def fetch_top_k(passes: Sequence[torch.Tensor], *, learns: bool) -> list[TopK | None]:
-    """What is asked of the passes of several texts, from an accelerator in one transfer for all.
+    """Rank the logits of several sequences' passes on an accelerator, and transfer the results at once.
 
-    Each transfer waits until all that was asked of the device is done; of the texts of a batch, that would be two each.
+    Every transfer waits until the device has finished its queue, so one for each sequence would be slow.
 
     Args:
-        passes: Each [rows, vocabulary], all of one model.
-        learns: Whether the best tokens of a row are asked for.
+        passes: Logits of each sequence, [rows, vocabulary], all of one model.
+        learns: Whether `TopK.best` is computed.
 
     Returns:
-        For each pass; None where its logits are in main memory and nobody waits for them.
+        For each sequence its `TopK`; None on the CPU, where the sampler computes what it needs.
     """
     if not passes or passes[0].device.type == "cpu":
         return [None] * len(passes)
@@ -49,7 +49,15 @@ def fetch_top_k(passes: Sequence[torch.Tensor], *, learns: bool) -> list[TopK | 
 
 
 def rank_passes(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[TopK]:
-    """`fetch_top_k`, wherever the logits are."""
+    """Rank the logits of several passes on any device.
+
+    Args:
+        passes: Logits of each sequence, [rows, vocabulary], all of one model.
+        learns: Whether `TopK.best` is computed.
+
+    Yields:
+        The `TopK` of each pass.
+    """
     ranked = [_ranked(group[0] if len(group) == 1 else torch.cat(group), learns) for group in _groups(passes)]
     tokens = torch.cat(ranked).to("cpu", torch.int32).numpy()
     highest = tokens[:, 0].tolist()

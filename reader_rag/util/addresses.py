@@ -1,4 +1,4 @@
-"""Arrays by their addresses, for compiled loops: numba copies a list of arrays at every call."""
+"""Passes arrays to compiled loops by address, because numba copies a list of arrays at every call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Durable changes of files: `atomic_path` replaces a file or makes a folder, `Files` is the datastore's file layer.
 
-All that the datastore changes on disk goes through a `Files` object, so that tests can make each step fail.
+The datastore makes all changes on disk through a `Files` object, so that tests can make each step fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def atomic_path(path: Path, *, keep_existing: bool = False) -> Iterator[Path]:
     """Replace a file, or make a folder, atomically: readers see the old content or the new, also after a crash.
 
     Args:
-        path: Where the content goes; its folder must exist.
+        path: The file to replace, or the folder to make; its parent must exist.
         keep_existing: Drop the new file if there is one at `path`, also one that another process makes meanwhile.
 
     Yields:
@@ -42,7 +42,11 @@ def atomic_path(path: Path, *, keep_existing: bool = False) -> Iterator[Path]:
 
 
 def partial_paths(path: Path) -> list[Path]:
-    """What interrupted writes of `path` left beside it."""
+    """The unfinished files that interrupted writes of `path` left beside it.
+
+    Args:
+        path: The file that was to be written.
+    """
     prefix = _partial_prefix(path)
     return [other for other in path.parent.iterdir() if other.name.startswith(prefix)]
 
@@ -85,7 +89,7 @@ class Files:
         """Yield a path beside `path`; what the block writes there, flushed to disk, is renamed to `path`.
 
         Args:
-            path: Where the content goes.
+            path: The file to replace.
             keep_existing: Drop the new file if there is one at `path`.
         """
         partial = path.with_name(_partial_prefix(path) + uuid.uuid4().hex)
@@ -152,10 +156,10 @@ class Files:
         path.rmdir()
 
     def remove_atomically(self, path: Path, on_removed: Callable[[], None] = lambda: None) -> None:
-        """Remove a folder with all that is in it: a rename decides, whatever a crash leaves of the rest.
+        """Remove a folder with its content. It is renamed first, so that a crash leaves no half of it under its name.
 
         Args:
-            path: The folder. It is renamed to a name with `REMOVED_PREFIX` first.
+            path: The folder; while it is removed its name has the prefix `REMOVED_PREFIX`.
             on_removed: Called after the rename.
         """
         target = path.with_name(REMOVED_PREFIX + path.name)
@@ -194,7 +198,7 @@ def datastore_errors(folder: Path) -> Iterator[None]:
     """Raise a `DatastoreWriteError` in place of an `OSError`.
 
     Args:
-        folder: What is written, for the message.
+        folder: The datastore's folder, for the message.
 
     Raises:
         DatastoreWriteError: Something could not be written.

@@ -1,7 +1,8 @@
 """Processes that are forked after a library has started threads that a fork does not copy.
 
 OpenMP's threads (PyTorch, numba, FAISS, the suffix sorter) exist in the parent only. A child that computes with them
-hangs or is killed, without a message. What starts them calls `note_threads`; what needs them calls `check_not_forked`.
+hangs or is killed, without a message. Code that starts them calls `note_threads`; code that uses them calls
+`check_not_forked`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ _started_in: int | None = None
 
 
 def note_threads() -> None:
-    """Note that this process has started OpenMP's threads, or is about to.
+    """Record that this process has started OpenMP's threads, or is about to.
 
     Raises:
-        ForkError: See `check_not_forked`.
+        ForkError: This process is a fork of one that had started them.
     """
     global _started_in
     check_not_forked()
@@ -28,7 +29,7 @@ def check_not_forked() -> None:
     """Check that this process is not a fork of one in which OpenMP's threads had started.
 
     Raises:
-        ForkError: It is.
+        ForkError: It is such a fork.
     """
     if _started_in is not None and _started_in != os.getpid():
         raise ForkError(

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 _PACKAGE = "reader_rag."
 _FOLDERS = frozenset({"decode"})
-"""Packages whose modules are found and that have no content of their own."""
+"""Old packages that had modules only; they import as empty packages."""
 MOVED = {
     "decode.delivery": "engine.stream",
     "decode.engine": "engine.engine",
@@ -61,12 +61,12 @@ def new_name(module: str, names: Container[str], name: str) -> str:
     """The new name of a class, with a `DeprecationWarning`.
 
     Args:
-        module: Name of the module that is asked, for messages.
+        module: Name of the module whose attribute is read, for messages.
         names: The names that the module has.
         name: The old name.
 
     Raises:
-        AttributeError: The module has nothing of which this is an old name.
+        AttributeError: It is not the old name of a class of the module.
     """
     new = RENAMED.get(name)
     if new is None or new not in names:
@@ -123,7 +123,7 @@ def _warn(old: str, new: str) -> None:
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """Finds modules by their old names. It is asked last, so that names in use cost nothing."""
+    """Finds modules by their old names. It is the last finder, so that imports by new names cost nothing."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Work on a thread that ends with it."""
+"""Runs a call on a thread of its own."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ ResultT = TypeVar("ResultT")
 
 
 def on_own_thread(call: Callable[[], ResultT]) -> ResultT:
-    """The result of a call on a thread of its own, which has ended when this returns.
+    """Run a call on a new thread, wait until the thread has ended, and return the result.
 
-    Every thread that computes keeps a team of OpenMP threads until it ends, which slows the other computing threads
-    down: work that is done once leaves none behind here.
+    Every thread that computes keeps a team of OpenMP threads until it ends, which slows down other computing threads.
+    A call that computes only once therefore runs on a thread that ends.
 
     Args:
-        call: What to call.
+        call: The call.
+
+    Returns:
+        Its result.
 
     Raises:
-        BaseException: What the call raises.
+        BaseException: The exception that the call raises.
     """
     results: list[ResultT] = []
     errors: list[BaseException] = []

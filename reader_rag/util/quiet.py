@@ -1,4 +1,4 @@
-"""Keep what other libraries print while they load out of this package's output."""
+"""Captures what other libraries print and log while they load, so that it does not mix with this package's output."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 _PACKAGE = "reader_rag"
 
 
-class _HeldStream:
-    """A standard stream that keeps what the quiet threads write and passes on everything else.
+class _CapturedStream:
+    """A standard stream that captures the text of quiet threads and passes on all other text.
 
-    A library may store it as its own stream while it loads. It passes everything on as soon as no thread is quiet.
+    A library that loads may keep a reference to it; it passes everything on once no thread is quiet.
     """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        if _held.keep(text):
+        if _captured.capture(text):
             return len(text)
         return int(self.stream.write(text))
 
@@ -30,25 +30,29 @@ class _HeldStream:
         return getattr(self.stream, name)
 
 
-class _Held(logging.Filter):
-    """What the quiet threads have printed or logged so far.
+class _Captured(logging.Filter):
+    """The text that quiet threads have printed or logged; as a filter of logging handlers it captures their records.
 
-    As a filter of a logging handler it keeps their records, too.
+    Attributes:
+        lock: Protects `texts` and `handlers`.
+        texts: Captured text by identifier of the quiet thread.
+        handlers: The handlers that this filter is attached to.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
         self.texts: dict[int, list[str]] = {}
-        """Text by identifier of the quiet thread."""
         self.handlers: list[logging.Handler] = []
-        """The handlers that this filter is attached to."""
 
-    def keep(self, text: str) -> bool:
-        """Keep `text` if the calling thread is quiet.
+    def capture(self, text: str) -> bool:
+        """Capture a text if the calling thread is quiet.
+
+        Args:
+            text: The text.
 
         Returns:
-            Whether it was kept.
+            Whether it was captured.
         """
         texts = self.texts.get(threading.get_ident())
         if texts is not None:
@@ -57,30 +61,30 @@ class _Held(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record may be printed: it is this package's own, or its thread is not quiet."""
-        return record.name.partition(".")[0] == _PACKAGE or not self.keep(record.getMessage() + "\n")
+        return record.name.partition(".")[0] == _PACKAGE or not self.capture(record.getMessage() + "\n")
 
     def attach(self) -> None:
-        """Replace the standard streams, and filter what is logged without the host's having asked for it."""
-        self.handlers = [*_unasked_handlers()]
+        """Replace the standard streams, and filter the handlers of `_default_handlers`."""
+        self.handlers = [*_default_handlers()]
         for handler in self.handlers:
             handler.addFilter(self)
-        sys.stdout, sys.stderr = _HeldStream(sys.stdout), _HeldStream(sys.stderr)
+        sys.stdout, sys.stderr = _CapturedStream(sys.stdout), _CapturedStream(sys.stderr)
 
     def detach(self) -> None:
-        """Undo `attach`. A stream that somebody else has replaced meanwhile stays."""
+        """Undo `attach`. A standard stream that other code has replaced in the meantime stays."""
         for handler in self.handlers:
             handler.removeFilter(self)
-        if isinstance(sys.stdout, _HeldStream):
+        if isinstance(sys.stdout, _CapturedStream):
             sys.stdout = sys.stdout.stream
-        if isinstance(sys.stderr, _HeldStream):
+        if isinstance(sys.stderr, _CapturedStream):
             sys.stderr = sys.stderr.stream
 
 
-_held = _Held()
+_captured = _Captured()
 
 
-def _unasked_handlers() -> Iterator[logging.Handler]:
-    """The handlers that print records although the host has not set up logging for them.
+def _default_handlers() -> Iterator[logging.Handler]:
+    """The handlers that print records although the application has not configured them.
 
     These are Python's handler of last resort, and those that a library has attached to its own logger.
     """
@@ -95,21 +99,20 @@ def _unasked_handlers() -> Iterator[logging.Handler]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hold back what libraries print, log, warn of or draw in this thread while they are imported or load a model.
+    """Capture what libraries print, log or draw in this thread while they are imported or load a model.
 
-    The host's logging is left alone: records reach the handlers of the root logger, and other threads print as before,
-    except for the progress bars of `transformers`, which it draws from threads of its own. Nothing is held back where
-    the logger `reader_rag` is set to `DEBUG`. An exception passes through with the text that was held back as a note,
-    which tracebacks show.
+    The application's logging is unchanged: records reach the handlers of the root logger. Other threads print as
+    before, without the progress bars of `transformers`, which draws them from threads of its own. Nothing is captured
+    if the level of the logger `reader_rag` is `DEBUG`. An exception that passes has the captured text as a note.
     """
     thread = threading.get_ident()
-    if thread in _held.texts or logging.getLogger(_PACKAGE).isEnabledFor(logging.DEBUG):
+    if thread in _captured.texts or logging.getLogger(_PACKAGE).isEnabledFor(logging.DEBUG):
         yield
         return
-    with _held.lock:
-        if not _held.texts:
-            _held.attach()
-        texts = _held.texts[thread] = []
+    with _captured.lock:
+        if not _captured.texts:
+            _captured.attach()
+        texts = _captured.texts[thread] = []
     try:
         with _no_progress_bars():
             yield
@@ -118,15 +121,15 @@ def quiet_loading() -> Iterator[None]:
             error.add_note(f"Printed meanwhile:\n{printed}")
         raise
     finally:
-        with _held.lock:
-            del _held.texts[thread]
-            if not _held.texts:
-                _held.detach()
+        with _captured.lock:
+            del _captured.texts[thread]
+            if not _captured.texts:
+                _captured.detach()
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Without the progress bars of `transformers` and its hub client."""
+    """Turn the progress bars of `transformers` and its hub client off inside."""
     from transformers.utils import logging as transformers_logging
 
     had_bars = transformers_logging.is_progress_bar_enabled()

@@ -132,7 +132,7 @@ def installed_text(most: int, folder: Path, say: Callable[[str], None] = lambda 
 
 
 def widened(text: Texts) -> Texts:
-    """The same text in a vocabulary of 17 bits: 2**16 is added to each token that follows an odd one."""
+    """The text in a vocabulary of 17 bits: 2**16 is added to each token that follows an odd one."""
     before = np.concatenate([np.zeros(1, np.int32), text.tokens[:-1]])
     return Texts(text.tokens + (before & 1).astype(np.int32) * (1 << 16), text.ends)
 

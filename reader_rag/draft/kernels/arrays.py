@@ -78,8 +78,8 @@ class Node(NamedTuple):
 
     Attributes:
         depth: 0: the root.
-        start: Its members are `ints[ORDER, start:stop]`.
-        stop: See `start`.
+        start: First index of its members in `ints[ORDER]`.
+        stop: One past the last index of its members in `ints[ORDER]`.
         before: The token before `token`; negative: none.
         token: The node's token.
     """
