@@ -9,10 +9,9 @@ between two items.)
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
-from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from reader_rag.engine.outputs import Passage
@@ -20,7 +19,7 @@ from reader_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from llama_index.core.llms import CustomLLM
-    from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
+    from llama_index.core.prompts import BasePromptTemplate
     from llama_index.core.types import TokenAsyncGen, TokenGen
 
     _LLM = CustomLLM
@@ -33,8 +32,6 @@ CONTEXT_ID = "context"
 """`Passage.id` of the text that a synthesizer put into the prompt."""
 
 _CONTEXT_ARGUMENTS = ("context_str", "context_msg")
-
-OutputT = TypeVar("OutputT", bound=BaseModel)
 
 
 def passages_from(sources: Iterable[NodeWithScore | BaseNode | Passage | str]) -> tuple[Passage, ...]:
@@ -87,7 +84,7 @@ def context_passage(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) 
 
 
 class ContextHooks(_LLM):
-    """The `predict` family of a LlamaIndex LLM; each call runs on a copy that carries the call's retrieved text."""
+    """`predict` and `stream` of a LlamaIndex LLM; each call runs on a copy that carries the call's retrieved text."""
 
     def _with_context(self, passage: Passage | None) -> Self:
         """A copy of this LLM for one call.
@@ -98,6 +95,7 @@ class ContextHooks(_LLM):
         raise NotImplementedError
 
     def _for_call(self, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Self:
+        """The copy for a call that fills a prompt template with these arguments."""
         return self._with_context(context_passage(prompt, prompt_args))
 
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
@@ -115,53 +113,3 @@ class ContextHooks(_LLM):
     async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
         """`LLM.astream` on a copy that carries the retrieved text."""
         return await super(ContextHooks, self._for_call(prompt, prompt_args)).astream(prompt, **prompt_args)
-
-    def structured_predict(
-        self,
-        output_cls: type[OutputT],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> OutputT:
-        """`LLM.structured_predict` on a copy that carries the retrieved text."""
-        output: OutputT = super(ContextHooks, self._for_call(prompt, prompt_args)).structured_predict(
-            output_cls, prompt, llm_kwargs, **prompt_args
-        )
-        return output
-
-    async def astructured_predict(
-        self,
-        output_cls: type[OutputT],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> OutputT:
-        """`LLM.astructured_predict` on a copy that carries the retrieved text."""
-        output: OutputT = await super(ContextHooks, self._for_call(prompt, prompt_args)).astructured_predict(
-            output_cls, prompt, llm_kwargs, **prompt_args
-        )
-        return output
-
-    def stream_structured_predict(
-        self,
-        output_cls: type[OutputT],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Generator[Any, None, None]:
-        """`LLM.stream_structured_predict` on a copy that carries the retrieved text."""
-        return super(ContextHooks, self._for_call(prompt, prompt_args)).stream_structured_predict(
-            output_cls, prompt, llm_kwargs, **prompt_args
-        )
-
-    async def astream_structured_predict(
-        self,
-        output_cls: type[OutputT],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> AsyncGenerator[Any, None]:
-        """`LLM.astream_structured_predict` on a copy that carries the retrieved text."""
-        return await super(ContextHooks, self._for_call(prompt, prompt_args)).astream_structured_predict(
-            output_cls, prompt, llm_kwargs, **prompt_args
-        )

@@ -31,7 +31,7 @@ from reader_rag.config.setting import unknown_argument
 from reader_rag.config.threads import threads_configured
 from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import ConfigError, PromptError, ReaderWarning
-from reader_rag.llm.context_hooks import ContextHooks, passages_from
+from reader_rag.llm.context_hooks import passages_from
 from reader_rag.llm.messages import join_system, template_message
 from reader_rag.llm.responses import Responses, afinish, aresponses, finish, responses
 from reader_rag.llm.settings import (
@@ -61,7 +61,7 @@ class _Call:
     options: RequestOptions
 
 
-class ReaderLLM(ContextHooks, StructuredOutput, LLMSettings):
+class ReaderLLM(StructuredOutput, LLMSettings):
     """A local LLM whose drafts are copied from prompt and passages and verified by the model itself.
 
     One engine serves any number of calls from threads and event loops: calls that run at the same time are decoded

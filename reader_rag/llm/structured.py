@@ -6,9 +6,9 @@ description, so that the model knows what the fields mean, and a grammar, so tha
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse
 from llama_index.core.bridge.pydantic import BaseModel, ValidationError
@@ -23,14 +23,10 @@ from llama_index.core.program.utils import process_streaming_objects
 
 from reader_rag.config.grammar import Grammar
 from reader_rag.errors import ConfigError, IncompleteAnswerError
+from reader_rag.llm.context_hooks import ContextHooks
 
 if TYPE_CHECKING:
-    from llama_index.core.llms import CustomLLM
     from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
-
-    _LLM = CustomLLM
-else:
-    _LLM = object  # as in `context_hooks`; the spans are made here, because no method of the base class is called
 
 OutputT = TypeVar("OutputT", bound=BaseModel)
 
@@ -44,8 +40,11 @@ class _InWords(PydanticOutputParser):  # type: ignore[type-arg]
         return f"{query}\n{self.get_format_string(escape_json=False)}"
 
 
-class StructuredOutput(_LLM):
-    """The structured predictions of a LlamaIndex LLM whose `chat` takes a `grammar`."""
+class StructuredOutput(ContextHooks):
+    """The structured predictions of a LlamaIndex LLM whose `chat` takes a `grammar`.
+
+    The spans are made here, because no method of the base class is called.
+    """
 
     @_dispatcher.span
     def structured_predict(
@@ -71,10 +70,8 @@ class StructuredOutput(_LLM):
             IncompleteAnswerError: The answer ended before the object was complete.
             pydantic.ValidationError: The answer fails a check of the class that its schema cannot express.
         """
-        _dispatcher.event(_started(output_cls, prompt, prompt_args))
-        arguments = _arguments(output_cls, llm_kwargs)
-        messages = self._structured_messages(output_cls, prompt, prompt_args)
-        output = _object(output_cls, self.chat(messages, **arguments))
+        llm, messages, arguments = self._prepare(output_cls, prompt, llm_kwargs, prompt_args)
+        output = _object(output_cls, llm.chat(messages, **arguments))
         _dispatcher.event(LLMStructuredPredictEndEvent(output=output))
         return output
 
@@ -87,10 +84,8 @@ class StructuredOutput(_LLM):
         **prompt_args: Any,
     ) -> OutputT:
         """`structured_predict` without blocking the event loop; the same arguments, result and errors."""
-        _dispatcher.event(_started(output_cls, prompt, prompt_args))
-        arguments = _arguments(output_cls, llm_kwargs)
-        messages = self._structured_messages(output_cls, prompt, prompt_args)
-        output = _object(output_cls, await self.achat(messages, **arguments))
+        llm, messages, arguments = self._prepare(output_cls, prompt, llm_kwargs, prompt_args)
+        output = _object(output_cls, await llm.achat(messages, **arguments))
         _dispatcher.event(LLMStructuredPredictEndEvent(output=output))
         return output
 
@@ -108,12 +103,10 @@ class StructuredOutput(_LLM):
             The partial object after each step: an object of LlamaIndex's variant of the class with optional fields
             until it is valid. The last one is the whole object.
         """
-        _dispatcher.event(_started(output_cls, prompt, prompt_args))
-        arguments = _arguments(output_cls, llm_kwargs)
-        messages = self._structured_messages(output_cls, prompt, prompt_args)
+        llm, messages, arguments = self._prepare(output_cls, prompt, llm_kwargs, prompt_args)
         partial = _Partial(output_cls)
-        # The stream is closed with this generator, so that its request ends and its cache is freed.
-        with closing(self.stream_chat(messages, **arguments)) as responses:
+        # Closed with this generator: an answer that nobody reads on frees its cache.
+        with closing(llm.stream_chat(messages, **arguments)) as responses:
             for response in responses:
                 yield partial.read(response)
         output = partial.whole()
@@ -131,11 +124,9 @@ class StructuredOutput(_LLM):
         """`stream_structured_predict` without blocking the event loop; the same arguments, objects and errors."""
 
         async def objects() -> AsyncGenerator[Any, None]:
-            _dispatcher.event(_started(output_cls, prompt, prompt_args))
-            arguments = _arguments(output_cls, llm_kwargs)
-            messages = self._structured_messages(output_cls, prompt, prompt_args)
+            llm, messages, arguments = self._prepare(output_cls, prompt, llm_kwargs, prompt_args)
             partial = _Partial(output_cls)
-            stream = await self.astream_chat(messages, **arguments)
+            stream = await llm.astream_chat(messages, **arguments)
             async with aclosing(stream) as responses:
                 async for response in responses:
                     yield partial.read(response)
@@ -145,14 +136,36 @@ class StructuredOutput(_LLM):
 
         return objects()
 
-    def _structured_messages(
-        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]
-    ) -> list[ChatMessage]:
-        """The prompt's messages with the description of the schema, and the system prompt before them."""
-        # LlamaIndex stores the parser in the template, where it would describe this class to other calls.
+    def _prepare(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None,
+        prompt_args: dict[str, Any],
+    ) -> tuple[Self, list[ChatMessage], dict[str, Any]]:
+        """Report the start of a call, and prepare it.
+
+        Args:
+            output_cls: The class of the object.
+            prompt: The template.
+            llm_kwargs: Arguments of `chat` for this call.
+            prompt_args: What the template is filled with.
+
+        Returns:
+            The LLM that carries the call's retrieved text; the prompt's messages with the schema in words, and the
+            system prompt before them; and the arguments of its chat.
+        """
+        _dispatcher.event(
+            LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args)
+        )
+        if llm_kwargs and llm_kwargs.get("grammar") is not None:
+            raise ConfigError("the class is the grammar of a structured prediction; leave grammar out of llm_kwargs")
+        arguments = {**(llm_kwargs or {}), "grammar": Grammar.json_schema(output_cls)}
+        # LlamaIndex leaves its parser behind in the template, where another call's would describe another class.
         own = prompt.model_copy(update={"output_parser": None})
         messages = [message.model_copy(deep=True) for message in own.format_messages(llm=self, **prompt_args)]
-        return self._extend_messages(_InWords(output_cls).format_messages(messages))
+        messages = self._extend_messages(_InWords(output_cls).format_messages(messages))
+        return self._for_call(prompt, prompt_args), messages, arguments
 
 
 class _Partial:
@@ -182,18 +195,6 @@ class _Partial:
     def whole(self) -> BaseModel:
         """The object after the last response; raises the errors of `StructuredOutput.structured_predict`."""
         return _object(self._output_cls, self._last)
-
-
-def _started(
-    output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]
-) -> LLMStructuredPredictStartEvent:
-    return LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args)
-
-
-def _arguments(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    if llm_kwargs and llm_kwargs.get("grammar") is not None:
-        raise ConfigError("a structured prediction takes its grammar from the class; leave grammar out of llm_kwargs")
-    return {**(llm_kwargs or {}), "grammar": Grammar.json_schema(output_cls)}
 
 
 def _object(output_cls: type[OutputT], response: ChatResponse) -> OutputT:

@@ -27,11 +27,10 @@ from pydantic import RootModel
 from reader_rag.config.grammar import Grammar
 from reader_rag.engine.outputs import Passage
 from reader_rag.errors import ConfigError, IncompleteAnswerError
-from reader_rag.llm.context_hooks import ContextHooks
 from reader_rag.llm.structured import StructuredOutput
 
 
-class ChatOnly(ContextHooks, StructuredOutput, CustomLLM):
+class ChatOnly(StructuredOutput, CustomLLM):
     """An LLM whose chats answer from a script and remember what they were asked."""
 
     pieces: list[str] = Field(default_factory=list)
