@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from reader_rag.datastore.memtable import SegmentState
 from reader_rag.errors import ConfigError, ReaderError, ReaderWarning
-from reader_rag.util.moved import renamed_arguments
 
 if TYPE_CHECKING:
     from reader_rag.datastore.writer import NamespaceWriter
@@ -52,15 +51,6 @@ class CompactionConfig:
             raise ConfigError("max_segment_tokens must lie from memtable_tokens to 2**31 - 1")
         if not 0 <= self.max_removed_share <= 1 or self.max_removed_age_s < 0:
             raise ConfigError("max_removed_share must lie from 0 to 1 and max_removed_age_s must not be negative")
-
-
-_OLD_NAMES = {
-    "live_tokens": "memtable_tokens",
-    "fan": "merge_factor",
-    "rewrite_share": "max_removed_share",
-    "rewrite_after_s": "max_removed_age_s",
-}
-CompactionConfig.__init__ = renamed_arguments(**_OLD_NAMES)(CompactionConfig.__init__)  # type: ignore[method-assign]
 
 
 def choose_segments(

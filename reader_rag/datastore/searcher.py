@@ -87,7 +87,7 @@ class Searcher:
         self._identity = identity
         self._snapshot: tuple[tuple[int, ...], Snapshot] | None = None
 
-    @renamed_arguments(most="max_matches", reach="max_tokens", least="min_match")
+    @renamed_arguments(most="max_matches", reach="max_tokens")
     def cursor(self, *, max_matches: int = 64, max_tokens: int = 24, min_match: int = 1) -> Cursor:
         """Begin to search for the end of a growing text.
 

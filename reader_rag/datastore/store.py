@@ -22,7 +22,7 @@ from reader_rag.datastore.token_codec import Identity, token_array, token_digest
 from reader_rag.datastore.writer import NamespaceWriter
 from reader_rag.errors import DatastoreError, DatastoreWriteError
 from reader_rag.util.files import Files
-from reader_rag.util.moved import RenamedAttribute, renamed_arguments
+from reader_rag.util.moved import RenamedAttribute
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -72,7 +72,6 @@ class Datastore:
         self._catalog = Catalog(folder, identity, files, None if lock is None else self._open_writer)
 
     @classmethod
-    @renamed_arguments(settings="compaction")
     def open(
         cls,
         folder: Path | str,
@@ -419,7 +418,6 @@ class Datastore:
         self.close(commit=kind is None)
 
     view = RenamedAttribute("searcher")
-    used = RenamedAttribute("mark_used")
 
     def _document(self, name: str, tokens: NDArray[np.int64], digest: int) -> Document:
         now = int(self._clock())

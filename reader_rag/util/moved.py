@@ -42,17 +42,12 @@ MOVED = {
 """Old module to new module, both below `reader_rag`."""
 
 RENAMED = {
-    "Kept": "SyncReport",
     "keep_in_step": "sync_passages",
-    "open_place": "open_store",
     "GenerationConfig": "SamplingParams",
     "RecallConfig": "DatastoreConfig",
-    "Asked": "Request",
     "Place": "Occurrence",
-    "StoredTexts": "DatastoreSearch",
     "DatastoreSettings": "CompactionConfig",
     "View": "Searcher",
-    "Wishes": "RequestOptions",
 }
 """Old name of a class to its new one."""
 

@@ -40,13 +40,6 @@ def test_an_old_attribute_is_the_new_one_with_a_warning() -> None:
         assert Counter().twice() == 6
 
 
-def test_the_old_settings_of_a_datastore_work() -> None:
-    old: Any = {"live_tokens": 60, "fan": 3, "rewrite_share": 0.5, "rewrite_after_s": 1.0}
-    with pytest.warns(DeprecationWarning, match="live_tokens is now memtable_tokens"):
-        config = CompactionConfig(**old)
-    assert config == CompactionConfig(memtable_tokens=60, merge_factor=3, max_removed_share=0.5, max_removed_age_s=1.0)
-
-
 def test_old_names_of_classes_are_found_at_the_old_module() -> None:
     with pytest.warns(DeprecationWarning, match="reader_rag.draft.datastore is now reader_rag.datastore"):
         old = importlib.reload(importlib.import_module("reader_rag.draft.datastore"))
