@@ -105,7 +105,7 @@ class StructuredOutput(ContextHooks):
         """
         llm, messages, arguments = self._prepare(output_cls, prompt, llm_kwargs, prompt_args)
         partial = _Partial(output_cls)
-        # Closed with this generator: an answer that nobody reads on frees its cache.
+        # The stream is closed with this generator, so that its request ends and its cache is freed.
         with closing(llm.stream_chat(messages, **arguments)) as responses:
             for response in responses:
                 yield partial.read(response)
@@ -161,7 +161,7 @@ class StructuredOutput(ContextHooks):
         if llm_kwargs and llm_kwargs.get("grammar") is not None:
             raise ConfigError("the class is the grammar of a structured prediction; leave grammar out of llm_kwargs")
         arguments = {**(llm_kwargs or {}), "grammar": Grammar.json_schema(output_cls)}
-        # LlamaIndex leaves its parser behind in the template, where another call's would describe another class.
+        # LlamaIndex stores the parser in the template, where it would describe this class to other calls.
         own = prompt.model_copy(update={"output_parser": None})
         messages = [message.model_copy(deep=True) for message in own.format_messages(llm=self, **prompt_args)]
         messages = self._extend_messages(_InWords(output_cls).format_messages(messages))

@@ -99,8 +99,8 @@ def installed_text(most: int, folder: Path, say: Callable[[str], None] = lambda 
     """
     kept = folder / f"text-{most}.npz"
     if kept.exists():
-        arrays = np.load(kept)
-        return Texts(arrays["tokens"], arrays["ends"])
+        stored = np.load(kept)
+        return Texts(stored["tokens"], stored["ends"])
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(resolve_model(DEFAULT_MODEL)) / "tokenizer.json"))
