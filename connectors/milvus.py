@@ -191,7 +191,7 @@ class MilvusDatabase(Database):
         }
         if not {_ID, _TEXT, _VECTOR, ORDER, *KEYWORDS} <= fields.keys():
             raise StoreMismatchError(
-                f"the collection at {self.location} was made by another program: name another, it will be made"
+                f"the collection at {self.location} was made by another program: use another collection name"
             )
         return int(fields[_VECTOR]["params"]["dim"])
 
@@ -348,7 +348,7 @@ class MilvusDatabase(Database):
         # Where the network fails, the client sets gRPC's status in place of Milvus's error code.
         if error.code == _UNAVAILABLE or not isinstance(error.code, int):
             return StoreConnectionError(self._unreachable(reason))
-        return StoreError(f"Milvus at {self.location} refused a request ({reason})")
+        return StoreError(f"Milvus at {self.location} refused a request ({reason}): see its log")
 
     def _unreachable(self, reason: str) -> str:
         return f"Milvus does not answer at {self.location} ({reason}): start it, or check host and port"
@@ -422,7 +422,7 @@ def _any_of(key: str, values: Sequence[Any]) -> str:
 
 
 def _unsupported(reason: str) -> ConfigError:
-    return ConfigError(f"the metadata filter cannot be applied: Milvus {reason}")
+    return ConfigError(f"the metadata filter cannot be applied: Milvus {reason}; change the filter")
 
 
 def _literal(value: Any) -> str:

@@ -93,7 +93,7 @@ class ServerLLM(OpenAILike):
         if max_tokens >= window:
             raise ConfigError(
                 f"max_tokens ({max_tokens}) leaves no room for a prompt in the context window ({window} tokens) that "
-                f"{model!r} has on {server}; lower it"
+                f"{model!r} has on {server}; lower max_tokens"
             )
         fields: dict[str, Any] = {
             "temperature": 0.0,
@@ -272,7 +272,7 @@ class ServerTokenizer:
         answer = self._server.post("/tokenize", {"model": self._model, **request})
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list) or answer.get("count") != len(tokens):
-            raise UnreadableError(f"{self._server} does not count tokens as vLLM does")
+            raise UnreadableError(f"{self._server} does not count tokens as vLLM does; connect to it again")
         return tokens
 
 
@@ -342,7 +342,7 @@ def _select_model(model: str | None, known: Sequence[str], server: Server) -> st
     if not known:
         raise ModelNotFoundError(f"{server} has no model; load one there")
     if model is None and len(known) > 1:
-        raise ModelNotFoundError(f"{server} has several models: name one (--model): {names}")
+        raise ModelNotFoundError(f"{server} has several models; pass one of them as model: {names}")
     if model is not None and model not in known:
-        raise ModelNotFoundError(f"{server} has no model {model!r}; it has: {names}")
+        raise ModelNotFoundError(f"{server} has no model {model!r}; pass one that it has: {names}")
     return model or known[0]

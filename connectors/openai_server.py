@@ -122,7 +122,7 @@ class Server:
         Args:
             reason: What was missing or failed.
         """
-        return ServerError(f"{self} broke off ({reason}): send the question again; the server's log may say why")
+        return ServerError(f"{self} broke off the answer ({reason}): send the question again, or see the server's log")
 
     def _translated(self, error: Exception) -> ReaderError:
         if isinstance(error, openai.APIStatusError):
@@ -133,30 +133,30 @@ class Server:
         if isinstance(cause, httpx.TimeoutException):
             return ServerError(
                 f"{self} sent nothing for {self._timeout_s:g} s: it may be overloaded; try again later, or raise the "
-                "timeout (timeout_s, --engine-timeout)"
+                "timeout (timeout_s)"
             )
         if isinstance(cause, httpx.ConnectError):
             return ServerError(f"{self} cannot be reached ({cause}): check the address, and that the server runs")
         if isinstance(cause, httpx.HTTPError):
             return self.interrupted(str(cause))
-        return ServerError(f"{self} failed ({_message_of(error)}): its log may say why")
+        return ServerError(f"{self} failed ({_message_of(error)}): see its log")
 
     def _translated_status(self, error: openai.APIStatusError) -> ReaderError:
         status, message = error.status_code, _message_of(error)
         if status in (401, 403):
             key = "does not accept the API key" if self._has_key else "requires an API key"
-            return ServerError(f"{self} {key}: put the right one into READER_RAG_ENGINE_KEY (key=...)")
+            return ServerError(f"{self} {key}: pass the right one as key (programs read READER_RAG_ENGINE_KEY)")
         if status in (429, 503):
             return BusyError(f"{self} is overloaded ({message}): try again later")
         if status >= 500:
-            return ServerError(f"{self} failed ({status}: {message}): its log may say why")
+            return ServerError(f"{self} failed ({status}: {message}): see its log")
         if status == 404 and error.request.url.path.endswith("/models"):
             return ServerError(f"{self} has no OpenAI-compatible API there (404): does the address end in /v1?")
         if status == 404 and "model" in message.lower() and str(error.request.url).startswith(self.url):
-            return ModelNotFoundError(f"{self} does not have the model any more ({message}): name another")
+            return ModelNotFoundError(f"{self} no longer has the model ({message}): choose another")
         if _is_too_long(error, message):
             return PromptError(
-                f"{self} finds the prompt too long ({message}): retrieve fewer passages or lower max_tokens"
+                f"the prompt is too long for {self} ({message}): retrieve fewer passages or lower max_tokens"
             )
         return RefusedError(f"{self} refuses the request ({status}: {message})")
 
@@ -218,7 +218,9 @@ def _checked_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.host or parts.query or parts.fragment:
         raise ConfigError(f"{url!r} is not the address of a server; an example is http://localhost:8000/v1")
     if parts.userinfo:
-        raise ConfigError("a server's address has no password in it: put the API key into READER_RAG_ENGINE_KEY")
+        raise ConfigError(
+            "a server's address has no password in it; pass the API key as key (programs read READER_RAG_ENGINE_KEY)"
+        )
     return url.rstrip("/")
 
 

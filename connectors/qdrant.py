@@ -143,7 +143,7 @@ class QdrantDatabase(Database):
         vectors = self._client.get_collection(self._url.collection).config.params.vectors
         if not isinstance(vectors, dict) or _VECTOR not in vectors:
             raise StoreMismatchError(
-                f"the collection at {self.location} was made by another program: name another, it will be made"
+                f"the collection at {self.location} was made by another program: use another collection name"
             )
         return int(vectors[_VECTOR].size)
 
@@ -246,7 +246,9 @@ class QdrantDatabase(Database):
                 f"the collection at {self.location} does not exist any more: ingest the documents again"
             )
         content = error.content.decode(errors="replace")[:200]
-        return StoreError(f"Qdrant at {self.location} refused a request ({error.status_code}): {one_line(content)}")
+        return StoreError(
+            f"Qdrant at {self.location} refused a request ({error.status_code}: {one_line(content)}): see its log"
+        )
 
 
 def to_qdrant(filters: MetadataFilters) -> models.Filter:
@@ -310,7 +312,7 @@ def _any_of(key: str, values: Sequence[Any]) -> models.Filter | models.FieldCond
 
 
 def _unsupported(reason: str) -> ConfigError:
-    return ConfigError(f"the metadata filter cannot be applied: Qdrant {reason}")
+    return ConfigError(f"the metadata filter cannot be applied: Qdrant {reason}; change the filter")
 
 
 def _nothing() -> models.Filter:

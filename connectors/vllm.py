@@ -71,7 +71,7 @@ class ProposerSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.namespaces and self.datastore is None:
-            raise ConfigError("namespaces belong to a datastore: set datastore to its folder")
+            raise ConfigError("namespaces has no effect without a datastore: set datastore to its folder")
 
     @classmethod
     def from_vllm(cls, additional_config: object) -> ProposerSettings:

@@ -128,5 +128,5 @@ def _selected(rows: list[_Row], path: Path, categories: Sequence[str], limit: in
     for category in categories or known:
         kept += [row for row in rows if row.category == category][:limit]
     if not kept:
-        raise ConfigError(f"{path} has no usable line")
+        raise ConfigError(f"{path} has no usable line: use another file")
     return kept

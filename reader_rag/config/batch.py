@@ -1,4 +1,4 @@
-"""How many requests are decoded together, and how long others wait."""
+"""Settings of the scheduler: batch size, KV cache memory and queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reader_rag.config.setting import Settings, setting
 
 @dataclass(frozen=True)
 class BatchConfig(Settings):
-    """How many requests are decoded together, and how long others wait."""
+    """Settings of the scheduler: batch size, KV cache memory and queue."""
 
     max_rows: int | None = setting(
         None, "Most sequences that are decoded at once; None: 8 on the CPU, 32 elsewhere.", ge=1

@@ -1,4 +1,4 @@
-"""What an engine looks up in a datastore, and what it keeps there."""
+"""Settings of an engine's datastore: limits of the search, and which answers are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reader_rag.config.setting import Settings, setting
 
 @dataclass(frozen=True)
 class DatastoreConfig(Settings):
-    """What an engine looks up in a datastore, and what it keeps there."""
+    """Settings of an engine's datastore: limits of the search, and which answers are kept."""
 
     keeps_answers: bool = setting(
         False,

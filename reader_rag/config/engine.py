@@ -1,4 +1,4 @@
-"""How an engine is loaded and decodes."""
+"""Settings of an engine: how the model is loaded, and how it decodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoadConfig(Settings):
 
 @dataclass(frozen=True)
 class EngineConfig(Settings):
-    """How an engine decodes, whatever the request."""
+    """Settings of an engine, for all its requests."""
 
     draft: DraftConfig = setting(DraftConfig(), "How drafts are made.")
     exactness: Exactness = setting(
@@ -42,12 +42,12 @@ class EngineConfig(Settings):
     )
     strict_width: int | None = setting(
         None,
-        "Positions of every pass in strict mode where shapes are fixed; drafts are one token shorter. None: what pays "
-        "on the kind of device. Rounded up to a multiple of 4.",
+        "Positions of every pass in strict mode where shapes are fixed; drafts are one token shorter. None: the default "
+        "of the kind of device. Rounded up to a multiple of 4.",
         ge=2,
         le=256,
     )
-    batch: BatchConfig = setting(BatchConfig(), "How many requests are decoded together.")
+    batch: BatchConfig = setting(BatchConfig(), "Settings of the scheduler: batch size, KV cache memory and queue.")
     prefix_bytes: int | None = setting(
         None,
         "Most bytes of keys and values in the prefix cache, on the model's device; 0 turns it off. None: 256 MiB on "
@@ -57,4 +57,4 @@ class EngineConfig(Settings):
     datastore: str | Path | None = setting(
         None, "Folder of texts and earlier answers that drafts are searched in; None: there is none."
     )
-    recall: DatastoreConfig = setting(DatastoreConfig(), "What is looked up in the datastore, and what is kept there.")
+    recall: DatastoreConfig = setting(DatastoreConfig(), "Limits of the datastore search, and which answers are kept.")

@@ -1,4 +1,4 @@
-"""What an answer may look like: a JSON schema, a regular expression or a context-free grammar."""
+"""Grammars of answers: a JSON schema, a regular expression or a context-free grammar."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GrammarKind = Literal["json_schema", "regex", "lark"]
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language that answers are held to; made by `json_schema`, `regex` or `lark`.
+    """A grammar that constrains an answer; made by `json_schema`, `regex` or `lark`.
 
-    Equal grammars are equal and hash alike. Whether a grammar can be followed is found when it is compiled for a model,
-    before anything is generated.
+    Grammars compare and hash by value. Whether a grammar can be followed is checked when it is compiled for a model,
+    before any token is generated.
 
     Attributes:
         kind: The language of `text`.
@@ -49,7 +49,7 @@ class Grammar:
         """Answers that are JSON and match a schema.
 
         The JSON is written as `json.dumps` does, in one line with a space after `,` and `:`, and properties come in the
-        schema's order. Another style is asked for in the schema; see `docs/grammar.md`.
+        schema's order. A schema can set another style (`docs/grammar.md`).
 
         Args:
             schema: A JSON schema as text or mapping, or a Pydantic class. Objects of a class have its fields only,
@@ -95,7 +95,7 @@ class Grammar:
 
 
 def _schema_of(model: type) -> dict[str, Any]:
-    """The schema of a Pydantic class, with all objects closed, so that no field is made up and names can be forced."""
+    """The schema of a Pydantic class with `additionalProperties` false, so that field names can be forced."""
     from pydantic import BaseModel
     from pydantic.errors import PydanticInvalidForJsonSchema
     from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -117,7 +117,7 @@ def _schema_of(model: type) -> dict[str, Any]:
             return {"anyOf": union["oneOf"]} if "oneOf" in union else union
 
     if not issubclass(model, BaseModel):
-        raise ConfigError(f"{model.__name__} is no Pydantic class; derive it from pydantic.BaseModel")
+        raise ConfigError(f"{model.__name__} is not a Pydantic class; derive it from pydantic.BaseModel")
     try:
         return model.model_json_schema(schema_generator=Closed)
     except PydanticInvalidForJsonSchema as cause:

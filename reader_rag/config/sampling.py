@@ -1,4 +1,4 @@
-"""What one request asks for."""
+"""The sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_LOGPROBS = 100
 
 @dataclass(frozen=True)
 class SamplingParams(Settings):
-    """What one request asks for: length, stop strings, sampling.
+    """The sampling parameters of a request: length, stop strings, sampling, grammar, log-probabilities.
 
     Tokens are chosen as `transformers` chooses them: first the logits processors (penalties and bans, in the order of
     `sampling.logits_processors`), then temperature, top-k, top-p, min-p and typical-p.
@@ -93,10 +93,12 @@ class SamplingParams(Settings):
         super().__post_init__()
         if 0.0 < self.temperature < _LEAST_TEMPERATURE:
             raise ConfigError(
-                f"temperature {self.temperature} divides logits beyond float32; use 0 for greedy decoding"
+                f"temperature {self.temperature} is too small for float32 logits; use 0 for greedy decoding"
             )
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens must be in 0..max_tokens ({self.max_tokens}), not {self.min_tokens}")
         for name in ("ignore_eos", "min_tokens"):
             if self.grammar is not None and getattr(self, name):
-                raise ConfigError(f"{name} goes on after the end that a grammar sets; give one of them only")
+                raise ConfigError(
+                    f"{name} cannot be combined with grammar, which decides where the answer ends; leave one out"
+                )

@@ -24,7 +24,7 @@ _KEY = "setting"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a setting besides its name, type and default.
+    """Range and documentation of a setting.
 
     Attributes:
         doc: Meaning and unit, in one or two sentences.
@@ -109,7 +109,7 @@ class Settings:
 
         Args:
             values: Values by name.
-            base: What holds where `values` names nothing; None: the defaults.
+            base: Values of the other settings; None: their defaults.
 
         Raises:
             ConfigError: A name is unknown, or a value is out of its range.

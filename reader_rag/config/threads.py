@@ -1,8 +1,8 @@
-"""How OpenMP's threads wait, which decides how fast a model runs beside other computing threads.
+"""Sets OpenMP's wait policy, which decides how fast a model runs beside other computing threads.
 
-Every thread of a process that computes has a team of OpenMP threads: an engine's, and one that embeds a question. As
-soon as there are more of them than cores, GNU OpenMP lets them sleep between any two loops, and waking them takes
-longer than the loops of a small model. With `OMP_WAIT_POLICY=active` they wait actively for a moment. OpenMP reads
+Every computing thread of a process has a team of OpenMP threads, e.g. an engine's thread and a thread that embeds a
+question. If there are more of them than cores, GNU OpenMP puts them to sleep between any two loops, and waking them
+takes longer than the loops of a small model. With `OMP_WAIT_POLICY=active` they spin for a moment first. OpenMP reads
 these variables when PyTorch is imported.
 """
 
@@ -14,7 +14,7 @@ import sys
 from reader_rag.errors import ConfigError
 
 _VARIABLES = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
-"""The counts are the usual ones, which "active" alone would replace by infinity."""
+"""The two spin limits are the defaults; without them "active" would mean to spin without limit."""
 
 
 def threads_configured() -> bool:
@@ -25,8 +25,8 @@ def threads_configured() -> bool:
 def configure_threads() -> None:
     """Set how OpenMP's threads wait in this process and its children. Call it before anything imports torch.
 
-    The programs of this package call it; a process that uses the package as a library decides itself. Variables that
-    are set already stay as they are.
+    The programs of this package call it; a process that uses the package as a library decides whether to call it.
+    Variables that are set already are not changed.
 
     Raises:
         ConfigError: torch is imported already, so that the variables would have no effect.

@@ -387,10 +387,12 @@ class Engine:
         folder, recall = self.config.datastore, self.config.recall
         if folder is None:
             if recall.keeps_answers:
-                raise ConfigError("answers are kept in a datastore: name its folder (datastore=...)")
+                raise ConfigError("keeps_answers needs a datastore: set datastore to its folder")
             return None
         if not hasattr(self.tokenizer, "get_vocab"):
-            raise ConfigError("a datastore needs a tokenizer with a vocabulary, which tells that it is of this model")
+            raise ConfigError(
+                "a datastore needs a tokenizer with get_vocab(), which identifies it; leave datastore out"
+            )
         opened = open_datastore(folder, self.tokenizer, self.requests.vocabulary, read_only=not recall.keeps_answers)
         return DatastoreLookup(opened, recall)
 

@@ -185,9 +185,9 @@ class Scheduler:
         sequence.prepare()
         with self._changed:
             if self._closing:
-                raise BusyError("the engine is being closed; ask again later")
+                raise BusyError("the engine is being closed; try again later")
             if len(self._waiting) >= self.limits.max_waiting:
-                raise BusyError(f"the queue is full: {len(self._waiting)} requests wait (max_waiting); ask again later")
+                raise BusyError(f"the queue is full: {len(self._waiting)} requests wait (max_waiting); try again later")
             self._waiting.append(row)
             self._wake_worker()
         self._report_load()
@@ -226,13 +226,17 @@ class Scheduler:
             if future.done():  # a TimeoutError of the call's own
                 raise
             future.cancel()
-            raise BusyError(f"no step has ended within {self.limits.max_wait_s:g} seconds (max_wait_s)") from None
+            raise BusyError(
+                f"no step has ended within {self.limits.max_wait_s:g} seconds (max_wait_s); try again later"
+            ) from None
 
     def close(self) -> None:
         """End all requests with a `BusyError`, and wait for the step that is running."""
         with self._changed:
             for row in [*self._rows, *self._waiting]:
-                row.delivery.cancel(BusyError("the engine was closed before the answer was done"))
+                row.delivery.cancel(
+                    BusyError("the engine was closed before the answer was finished; submit the request again")
+                )
             worker = self._worker
             self._closing = worker is not None and worker.is_alive()
             self._changed.notify()
@@ -313,7 +317,7 @@ class Scheduler:
         for row in cancelled:
             self._report_end(row, "cancelled")
         for row in late:
-            row.delivery.end(BusyError(f"no place in the batch within {limit:g} seconds (max_wait_s); ask again later"))
+            row.delivery.end(BusyError(f"no place in the batch within {limit:g} seconds (max_wait_s); try again later"))
             self._report_end(row, "failed")
         if cancelled or admitted or late:
             self._report_load()

@@ -116,7 +116,7 @@ class ReaderLLM(StructuredOutput, LLMSettings):
         self._engine = engine if engine is not None else self._load()
         if engine is None and not threads_configured():
             warnings.warn(
-                "how OpenMP's threads wait is not set, which can make decoding slower beside other computing threads: "
+                "OpenMP's wait policy is not set, which can slow decoding down beside other computing threads: "
                 "call reader_rag.configure_threads() before torch is imported",
                 ReaderWarning,
                 stacklevel=2,

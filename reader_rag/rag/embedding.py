@@ -94,7 +94,9 @@ class LocalEmbedding(SizedEmbedding):
         """Length of the vectors."""
         dimension = self._model.get_embedding_dimension()
         if dimension is None:
-            raise ModelError(f"the embedding model {self.model_name!r} does not report the length of its vectors")
+            raise ModelError(
+                f"the embedding model {self.model_name!r} does not report the length of its vectors: use another"
+            )
         return int(dimension)
 
     @property

@@ -193,7 +193,7 @@ def _ingestion_lock(store: str | Path, tenant: str) -> Iterator[None]:
         raise StoreBusyError(f"another process is ingesting into {store}; wait until it has finished") from error
     except OSError as error:
         raise StoreWriteError(
-            f"the store folder {folder} cannot be written ({error.strerror or error}); choose another with --store"
+            f"the store folder {folder} cannot be written ({error.strerror or error}); choose another folder"
         ) from error
     try:
         yield

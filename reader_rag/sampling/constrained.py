@@ -109,7 +109,9 @@ class GrammarCompiler:
         if not getattr(self._tokenizer, "is_fast", False):
             raise ConfigError(f"grammars need a fast tokenizer, and {name} is a slow one; use a model that has one")
         if not self._eos_ids:
-            raise ConfigError("the model has no end-of-sequence token, so an answer under a grammar could never end")
+            raise ConfigError(
+                "grammars need a model with an end-of-sequence token, and this one has none; leave grammar out"
+            )
         # The matcher's vocabulary cannot be smaller than the tokenizer's; masks are cut to the logits instead.
         size = max(self._vocabulary_size, len(self._tokenizer))
         try:

@@ -148,7 +148,7 @@ def _bad_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
         for text in (word, f" {word}"):
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
             if not tokens:
-                raise ConfigError(f"the bad word {word!r} has no tokens in this model's vocabulary")
+                raise ConfigError(f"the bad word {word!r} has no tokens in this model's vocabulary; leave it out")
             if tokens not in spelled:
                 spelled.append(tokens)
     return spelled

@@ -13,10 +13,10 @@ from reader_rag.errors import ConfigError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": 1e-5}, "temperature 1e-05 divides logits beyond float32; use 0 for greedy decoding"),
+        ({"temperature": 1e-5}, "temperature 1e-05 is too small for float32 logits; use 0 for greedy decoding"),
         ({"max_tokens": 4, "min_tokens": 5}, r"min_tokens must be in 0..max_tokens \(4\), not 5"),
-        ({"grammar": Grammar.regex("a"), "ignore_eos": True}, "ignore_eos goes on after the end that a grammar sets"),
-        ({"grammar": Grammar.regex("a"), "min_tokens": 1}, "min_tokens goes on after the end that a grammar sets"),
+        ({"grammar": Grammar.regex("a"), "ignore_eos": True}, "ignore_eos cannot be combined with grammar"),
+        ({"grammar": Grammar.regex("a"), "min_tokens": 1}, "min_tokens cannot be combined with grammar"),
     ],
 )
 def test_contradictions_are_refused(values: dict[str, Any], message: str) -> None:

@@ -128,7 +128,7 @@ def test_a_missing_store_raises_and_is_not_made(tmp_path: Path) -> None:
 def test_a_collection_of_another_program_is_refused(tmp_path: Path) -> None:
     client = MilvusClient(str(tmp_path / "lite.db"))
     client.create_collection("theirs", dimension=2)
-    with pytest.raises(StoreMismatchError, match="made by another program: name another"):
+    with pytest.raises(StoreMismatchError, match="made by another program: use another"):
         MilvusStore(f"milvus://{tmp_path}/lite.db/theirs")
 
 

@@ -25,9 +25,9 @@ def test_the_only_model_is_taken_with_its_context_window(url: str) -> None:
 
 def test_one_of_several_models_must_be_named(script: Script, url: str) -> None:
     script.models = [{"id": "bird", "max_model_len": 900}, {"id": "fish", "max_model_len": 700}]
-    with pytest.raises(ModelNotFoundError, match=r"has several models: name one \(--model\): bird, fish$"):
+    with pytest.raises(ModelNotFoundError, match=r"has several models; pass one of them as model: bird, fish$"):
         ServerLLM.connect(url)
-    with pytest.raises(ModelNotFoundError, match="has no model 'frog'; it has: bird, fish$"):
+    with pytest.raises(ModelNotFoundError, match="has no model 'frog'; pass one that it has: bird, fish$"):
         ServerLLM.connect(url, "frog")
     assert ServerLLM.connect(url, "fish").metadata.context_window == 700
 

@@ -85,7 +85,7 @@ def test_a_collection_of_another_program_is_refused(tmp_path: Path, vectors: dic
     client.create_collection("theirs", vectors_config=vectors)
     client.upsert("theirs", [models.PointStruct(id=1, vector={name: [1.0, 0.0] for name in vectors}, payload={})])
     client.close()
-    with pytest.raises(StoreMismatchError, match="made by another program: name another"):
+    with pytest.raises(StoreMismatchError, match="made by another program: use another"):
         QdrantStore(f"qdrant://{tmp_path}/theirs")
 
 

@@ -314,7 +314,7 @@ class TestLimits:
     def test_no_more_wait_than_may(self, make_engine: Callable[..., Engine]) -> None:
         engine = make_engine(by_hand=True, max_waiting=2)
         streams = [engine.submit(engine.encode("a"), ask()) for _ in range(2)]
-        with pytest.raises(BusyError, match=r"the queue is full: 2 requests wait \(max_waiting\); ask again later"):
+        with pytest.raises(BusyError, match=r"the queue is full: 2 requests wait \(max_waiting\); try again later"):
             engine.submit(engine.encode("a"), ask())
         drain(engine)
         assert [drained(stream).finish_reason for stream in streams] == ["length"] * 2
@@ -525,7 +525,7 @@ class TestEnds:
         engine.close()
         assert engine.busy == IDLE
         for stream in streams:
-            with pytest.raises(BusyError, match="the engine was closed before the answer was done"):
+            with pytest.raises(BusyError, match="the engine was closed before the answer was finished"):
                 drained(stream)
         assert len(drained(engine.submit(engine.encode("a"), ask())).token_ids) == 24
 

@@ -292,7 +292,7 @@ class TestSettings:
         assert "\n" not in str(caught.value)
 
     def test_settings_of_the_engine_cannot_be_given_again(self, engine: ScriptedEngine) -> None:
-        with pytest.raises(ConfigError, match="device, dtype: settled when the engine was loaded"):
+        with pytest.raises(ConfigError, match="device, dtype: set when the engine was loaded"):
             ReaderLLM.from_engine(engine, dtype="float32", device="cpu")
 
     def test_settings_of_the_engine_can_be_read(self) -> None:

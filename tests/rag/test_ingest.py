@@ -303,7 +303,7 @@ def test_two_ingestions_at_once_are_refused(run: Any, write: Write, docs: Path, 
 
 def test_a_store_folder_that_cannot_be_made_is_an_error(write: Write, docs: Path, embedding: Any) -> None:
     in_the_way = write("a.txt", "one")
-    with pytest.raises(StoreWriteError, match="choose another with --store"):
+    with pytest.raises(StoreWriteError, match="choose another folder"):
         ingest([docs], in_the_way / "store", embed_model=embedding)
 
 

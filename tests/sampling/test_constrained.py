@@ -101,7 +101,7 @@ class TestGrammar:
             (lambda: Grammar.json_schema("[1, 2]"), re.escape("a JSON schema is an object, not [1, 2]")),
             (lambda: Grammar.json_schema({"const": {1, 2}}), "the schema is not JSON"),
             (lambda: Grammar.json_schema({"const": float("nan")}), "the schema is not JSON"),
-            (lambda: Grammar.json_schema(int), "int is no Pydantic class"),  # type: ignore[arg-type]
+            (lambda: Grammar.json_schema(int), "int is not a Pydantic class"),  # type: ignore[arg-type]
             (lambda: Grammar.regex(""), "regex grammar must be a string that is not empty"),
             (lambda: Grammar.lark(" \n"), "lark grammar must be a string that is not empty"),
             (lambda: Grammar("gbnf", "root ::= x"), "kind must be one of json_schema, regex, lark, not 'gbnf'"),  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ class TestCompile:
             GrammarCompiler(tokenizer, len(tokenizer), {1}).compile(LANGUAGE)
 
     def test_a_model_that_cannot_end_is_refused(self, tiny_tokenizer: PreTrainedTokenizerFast, size: int) -> None:
-        with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        with pytest.raises(ConfigError, match="need a model with an end-of-sequence token"):
             GrammarCompiler(tiny_tokenizer, size, ()).compile(LANGUAGE)
 
     def test_a_missing_package_is_named_with_its_remedy(

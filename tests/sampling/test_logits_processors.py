@@ -595,7 +595,7 @@ def test_nothing_is_reported_unasked(engine: Engine, prompt: Prompt) -> None:
         ({"bad_words": "word"}, "bad_words must be a tuple of strings that are not empty, not 'word'"),
         ({"stop": ("",)}, "stop must be a tuple of strings that are not empty"),
         ({"suppress_tokens": (-1,)}, "suppress_tokens must be a tuple of token ids"),
-        ({"grammar": GRAMMARS["regex"], "min_tokens": 3}, "min_tokens goes on after the end that a grammar sets"),
+        ({"grammar": GRAMMARS["regex"], "min_tokens": 3}, "min_tokens cannot be combined with grammar"),
         ({"temperature": "0.8"}, "temperature must be .*'0.8'"),
         ({"max_tokens": 4.5}, "max_tokens must be at least 1, not 4.5"),
         ({"max_tokens": None}, "max_tokens must be at least 1, not None"),
@@ -605,7 +605,7 @@ def test_nothing_is_reported_unasked(engine: Engine, prompt: Prompt) -> None:
         ({"stop": None}, "stop must be a tuple of strings that are not empty, not None"),
         ({"suppress_tokens": 5}, "suppress_tokens must be a tuple of token ids, not 5"),
         ({"grammar": "a*"}, "grammar must be a Grammar"),
-        ({"grammar": GRAMMARS["regex"], "ignore_eos": True}, "ignore_eos goes on after the end that a grammar sets"),
+        ({"grammar": GRAMMARS["regex"], "ignore_eos": True}, "ignore_eos cannot be combined with grammar"),
         ({"logprobs": -1}, r"logprobs must be in 0\.\.100 or None"),
     ],
 )

@@ -264,7 +264,7 @@ class DatabaseStore(DocumentStore):
         if about is None:
             if database.count(MetadataFilters(filters=[])) > 0:
                 raise StoreMismatchError(
-                    f"the collection at {self.location} was made by another program: name {_ANOTHER}, it will be made"
+                    f"the collection at {self.location} was made by another program: use {_ANOTHER}"
                 )
             self._put_about(database, dimension)
             return

@@ -81,7 +81,9 @@ def unit_vectors(
         )
     vectors = np.asarray(embeddings, dtype=np.float64).reshape(len(embeddings), wanted)
     if not np.isfinite(vectors).all():
-        raise ConfigError("an embedding holds NaN or infinity: the embedding model failed on a text")
+        raise ConfigError(
+            "an embedding holds NaN or infinity: the embedding model failed on a text; use another model or dtype"
+        )
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     units: NDArray[np.float64] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
     return units.astype(np.float32)

@@ -357,7 +357,7 @@ class StoreFile:
             with atomic_path(target) as copy, contextlib.closing(sqlite3.connect(copy)) as database:
                 self._database.backup(database)
         except (OSError, sqlite3.Error) as error:
-            raise StoreWriteError(f"the store cannot be copied to {folder} ({error})") from error
+            raise StoreWriteError(f"the store cannot be copied to {folder} ({error}); choose another folder") from error
 
     def _verified_format(self) -> int:
         """The file's format version, after checking that the file is a store and not damaged."""
