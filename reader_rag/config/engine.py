@@ -42,8 +42,8 @@ class EngineConfig(Settings):
     )
     strict_width: int | None = setting(
         None,
-        "Positions of every pass in strict mode where shapes are fixed; drafts are one token shorter. None: the default "
-        "of the kind of device. Rounded up to a multiple of 4.",
+        "Positions of every pass in strict mode where shapes are fixed; drafts are one token shorter. None: the "
+        "default of the kind of device. Rounded up to a multiple of 4.",
         ge=2,
         le=256,
     )

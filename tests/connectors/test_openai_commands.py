@@ -106,7 +106,7 @@ def test_without_passages_the_server_is_not_called(script: Script, store: Path, 
 
 def test_an_unknown_model_lists_the_available_ones(script: Script, store: Path, url: str) -> None:
     result = run("ask", "heron?", "--store", store, "--engine", url, "--model", "smollm2-135m")
-    refused(result, "has no model 'smollm2-135m'; it has: bird")
+    refused(result, "has no model 'smollm2-135m'; pass one that it has: bird")
 
 
 def test_an_interrupted_stream_ends_ask_with_one_line(script: Script, store: Path, url: str) -> None:
@@ -166,7 +166,7 @@ def test_chat_continues_after_a_failure(script: Script, store: Path, url: str) -
     script.replies[CHAT] = once
     result = run("chat", "--store", store, "--engine", url, typed="heron?\n/stats\nheron?\n")
     assert result.exit_code == 0
-    assert re.fullmatch(r"error: the server at .* broke off \(.*\): .*\n", result.stderr)
+    assert re.fullmatch(r"error: the server at .* broke off the answer \(.*\): .*\n", result.stderr)
     assert "There is no finished answer yet." in result.stdout
     assert result.stdout.endswith("The heron stands still.\n")
 

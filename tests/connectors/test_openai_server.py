@@ -82,8 +82,8 @@ FAILURES: list[tuple[Reply, type[ReaderError], str]] = [
     (failing(500, "out of\nmemory"), ServerError, r"failed \(500: out of memory\): see its log"),
     (failing(503, "loading"), BusyError, r"overloaded \(loading\): try again later"),
     (failing(429, "slow down"), BusyError, r"overloaded \(slow down\): try again later"),
-    (failing(404, "The model `bird` does not exist."), ModelNotFoundError, "does not have the model any more"),
-    (failing(400, "This model's maximum context length is 600 tokens."), PromptError, "prompt too long"),
+    (failing(404, "The model `bird` does not exist."), ModelNotFoundError, "no longer has the model"),
+    (failing(400, "This model's maximum context length is 600 tokens."), PromptError, "prompt is too long"),
     (failing(400, "too many", "context_length_exceeded"), PromptError, "too long"),
     (failing(400, "roles must alternate"), ServerError, r"refuses the request \(400: roles must alternate\)"),
     (lambda handler: handler.send_json(200, {"choices": []}), ServerError, "not as an OpenAI-compatible API does"),
@@ -130,8 +130,8 @@ def without_an_end(handler: Handler) -> None:
 
 
 BROKEN: list[tuple[Reply, str]] = [
-    (interrupted, r"broke off \(.*\): send the question again; the server's log may say why"),
-    (without_an_end, r"broke off \(the answer has no end\)"),
+    (interrupted, r"broke off the answer \(.*\): send the question again, or see the server's log"),
+    (without_an_end, r"broke off the answer \(the answer has no end\)"),
     (error_event, r"failed \(the engine died\)"),
     (garbage, "not as an OpenAI-compatible API does"),
 ]
