@@ -12,8 +12,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +34,7 @@ _ROWS_ON_CPU, _ROWS_ELSEWHERE = 8, 32
 _SHARE_OF_FREE_MEMORY = 0.5
 _IDLE_S = 10.0
 """Seconds without a request after which the worker thread ends; the next request starts another."""
+_BLOCKED_S = 600.0
 _CROWDED = 1.5
 """Growth of a step by one node a sequence from which on prompts teach nothing: what good drafts gain in tokens."""
 
@@ -206,7 +206,7 @@ class Scheduler:
             )
 
     def between_steps(self, call: Callable[[], ResultT]) -> ResultT:
-        """Call a function while no step runs, on the worker thread, and wait for its result.
+        """Call a function on the worker thread while no step runs, and wait for its result.
 
         Args:
             call: What to call. It may use everything that belongs to the worker thread.
@@ -217,18 +217,13 @@ class Scheduler:
         if self._on_worker:
             return call()
         future: Future[ResultT] = Future()
+        limit = self.limits.max_wait_s or _BLOCKED_S
         with self._changed:
             self._calls.append((call, future))
             self._wake_worker()
-        try:
-            return future.result(self.limits.max_wait_s)
-        except FutureTimeoutError:
-            if future.done():  # a TimeoutError of the call's own
-                raise
-            future.cancel()
-            raise BusyError(
-                f"no step has ended within {self.limits.max_wait_s:g} seconds (max_wait_s); try again later"
-            ) from None
+        if not wait([future], limit).done and future.cancel():
+            raise BusyError(f"no step has ended within {limit:g} seconds (max_wait_s); try again later")
+        return future.result()
 
     def close(self) -> None:
         """End all requests with a `BusyError`, and wait for the step that is running."""
@@ -247,10 +242,10 @@ class Scheduler:
         """End a request that waits while a callback of another request blocks the worker thread.
 
         Raises:
-            BusyError: The callback has blocked it for `BatchConfig.max_wait_s`.
+            BusyError: The callback has blocked it for `BatchConfig.max_wait_s`, or 600 s where that is None.
         """
-        limit, since = self.limits.max_wait_s, self._context.callbacks.since
-        if limit is not None and since is not None and time.monotonic() - max(since, row.submitted) > limit:
+        limit, since = self.limits.max_wait_s or _BLOCKED_S, self._context.callbacks.since
+        if since is not None and time.monotonic() - max(since, row.submitted) > limit:
             row.delivery.cancel()
             raise BusyError(
                 f"a logits processor or stopping criterion has not returned for {limit:g} seconds (max_wait_s); "
