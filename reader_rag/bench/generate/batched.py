@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from reader_rag.bench.generate.methods import Clock, Task, cache_bytes, request_of, shortened
+from reader_rag.bench.generate.peak_memory import PeakMemory
 from reader_rag.bench.generate.runs import Run, Runs, make_report
-from reader_rag.bench.measured import PeakMemory
 from reader_rag.config import BatchConfig
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.observer import Load, Observer, StepReport

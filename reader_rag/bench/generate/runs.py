@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from reader_rag.bench.measured import Measured
+from reader_rag.bench.generate.peak_memory import PeakMemory
 from reader_rag.bench.report import different, machine, ratio, summary_of_ratios
 from reader_rag.engine.engine import Engine
 
@@ -54,8 +54,25 @@ class Run:
         return cls((tokens,), emitted, seconds, steps, steps, (ttft_s,), ttft_s + decode_s, cache_bytes)
 
 
-class Runs(Measured[Run]):
-    """All runs of one variant of a method."""
+@dataclass
+class Runs:
+    """All runs of one variant of a method, with the peak memory of each in megabytes."""
+
+    runs: list[Run] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
+
+    def add(self, run: Callable[[], Run], memory: PeakMemory) -> None:
+        """Run once more, and record the peak memory.
+
+        Args:
+            run: The run.
+            memory: Measures its memory.
+        """
+        memory.reset()
+        self.runs.append(run())
+        peak = memory.peak_mb()
+        if peak is not None:
+            self.peaks.append(peak)
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -74,7 +91,7 @@ class Runs(Measured[Run]):
             "rows_per_step": round(rows / steps, 2) if steps else None,
             "tokens_per_s": round(tokens / sum(run.wall_s for run in self.runs), 2),
             "cache_mb": round(max(run.cache_bytes for run in self.runs) / 1e6, 1),
-            "peak_mb": self.peak_mb,
+            "peak_mb": round(max(self.peaks), 1) if self.peaks else None,
         }
 
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from reader_rag.bench.generate.methods import METHODS, Task, shortened
+from reader_rag.bench.generate.peak_memory import PeakMemory
 from reader_rag.bench.generate.runs import Runs, make_report
-from reader_rag.bench.measured import PeakMemory
 from reader_rag.engine.engine import Engine
 from reader_rag.errors import ConfigError
 

@@ -1,19 +1,14 @@
-"""Runs of one method with their peak memory."""
+"""The peak memory of a run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-
-RunType = TypeVar("RunType")
 
 
 class PeakMemory:
@@ -46,29 +41,3 @@ class PeakMemory:
             return None
         found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
         return int(found[1]) * 1024 / 1e6 if found else None
-
-
-@dataclass
-class Measured(Generic[RunType]):
-    """All runs of one variant of a method."""
-
-    runs: list[RunType] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-
-    def add(self, run: Callable[[], RunType], memory: PeakMemory) -> None:
-        """Run once more, and record the peak memory.
-
-        Args:
-            run: The run.
-            memory: Measures its memory.
-        """
-        memory.reset()
-        self.runs.append(run())
-        peak = memory.peak_mb()
-        if peak is not None:
-            self.peaks.append(peak)
-
-    @property
-    def peak_mb(self) -> float | None:
-        """Peak memory of all runs in megabytes (1e6 bytes); None where the system does not report it."""
-        return round(max(self.peaks), 1) if self.peaks else None
