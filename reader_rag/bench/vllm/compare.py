@@ -63,18 +63,16 @@ def read_tasks(model: str, prompts: Sequence[Any], max_model_len: int, max_token
     Raises:
         ConfigError: All are too long.
     """
+    from reader_rag.engine.text.encoder import PromptEncoder
     from reader_rag.model.loading import load_tokenizer
 
     tokenizer, _ = load_tokenizer(model)
+    encoder = PromptEncoder(tokenizer, model)
     tasks = []
     for one in prompts:
-        if getattr(tokenizer, "chat_template", None):
-            text: Any = tokenizer.apply_chat_template(
-                [{"role": "user", "content": one.text}], tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        else:
-            ids = tokenizer(one.text, verbose=False)["input_ids"]
+        chat = [{"role": "user", "content": one.text}]
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        ids = (encoder.encode_chat(chat) if has_template else encoder.encode(one.text, special=True)).token_ids
         if len(ids) + max_tokens <= max_model_len:
             tasks.append(VllmTask(one.id, one.category, tuple(ids)))
     if not tasks:
