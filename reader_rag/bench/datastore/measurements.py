@@ -137,7 +137,7 @@ def widened(text: Texts) -> Texts:
     return Texts(text.tokens + (before & 1).astype(np.int32) * (1 << 16), text.ends)
 
 
-def follow(searcher: Searcher, contexts: NDArray[np.int32]) -> tuple[list[float], list[int], list[int]]:
+def follow(searcher: Searcher, contexts: NDArray[np.int32]) -> tuple[list[float], list[int]]:
     """Search behind the last token of each context.
 
     Args:
@@ -145,11 +145,10 @@ def follow(searcher: Searcher, contexts: NDArray[np.int32]) -> tuple[list[float]
         contexts: int32 [queries, 65].
 
     Returns:
-        For each query microseconds of a step (one token, then the search), the longest match, and the number of
-        occurrences found.
+        For each query microseconds of a step (one token, then the search), and the longest match.
     """
     cursor = searcher.cursor()
-    times, lengths, places = [], [], []
+    times, lengths = [], []
     for context in contexts:
         cursor.extend(context[:-1])
         last = context[-1:].tolist()
@@ -158,8 +157,7 @@ def follow(searcher: Searcher, contexts: NDArray[np.int32]) -> tuple[list[float]
         cursor.search()
         times.append(1e6 * (time.perf_counter() - started))
         lengths.append(cursor.longest_match)
-        places.append(cursor.found)
-    return times, lengths, places
+    return times, lengths
 
 
 def draft(searcher: Searcher, contexts: NDArray[np.int32]) -> list[float]:
@@ -235,11 +233,10 @@ def _measure(text: Texts, size: int, vocabulary: int, folder: Path, say: Callabl
         searcher = store.searcher([""])
         segments = [segment for segment, _ in searcher.snapshot().searchable]
         seconds = _sort_time(segments)
-        first = follow(searcher, new)
         queries = {}
         for name, contexts in (("new", new), ("copied", old)):
             follow(searcher, contexts)
-            times, lengths, places = follow(searcher, contexts)
+            times, lengths = follow(searcher, contexts)
             drafts = draft(searcher, contexts)
             queries[name] = {
                 "us_p50": round(float(np.percentile(times, 50)), 1),
@@ -247,7 +244,6 @@ def _measure(text: Texts, size: int, vocabulary: int, folder: Path, say: Callabl
                 "draft_us_p50": round(float(np.percentile(drafts, 50)), 1),
                 "draft_us_p99": round(float(np.percentile(drafts, 99)), 1),
                 "longest_p50": float(np.median(lengths)),
-                "places_mean": round(float(np.mean(places)), 1),
             }
     opening = _open_elsewhere(place, vocabulary, folder, new)
     return {
@@ -262,8 +258,6 @@ def _measure(text: Texts, size: int, vocabulary: int, folder: Path, say: Callabl
         "resident_mb_searched_100": round(opening[2], 1),
         "resident_mb_searched_4000": round(opening[3], 1),
         "segments": stats.segments,
-        "us_first_p50": round(float(np.percentile(first[0], 50)), 1),
-        "us_first_p99": round(float(np.percentile(first[0], 99)), 1),
         "as_built": {
             "segments": several,
             "us_p50": round(float(np.percentile(in_several, 50)), 1),
