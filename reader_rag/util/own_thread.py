@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -24,18 +24,5 @@ def on_own_thread(call: Callable[[], ResultT]) -> ResultT:
     Raises:
         BaseException: The exception that the call raises.
     """
-    results: list[ResultT] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = Thread(target=run, name="reader-rag-once")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="reader-rag-once") as pool:
+        return pool.submit(call).result()
