@@ -104,12 +104,7 @@ def ingest_progress() -> Iterator[Callable[[str, int, int], None]]:
     Yields:
         The argument `progress` of `ingest`.
     """
-    console = messages()
-    if not _is_lively(console):
-        yield lambda stage, done, total: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with _progress(MofNCompleteColumn()) as progress:
         names = {"read": "reading files", "embed": "embedding chunks"}
         tasks = {stage: progress.add_task(name, visible=False) for stage, name in names.items()}
 
@@ -130,14 +125,16 @@ def bytes_progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
     Yields:
         A function that takes the number of further bytes that are done.
     """
-    console = messages()
-    if not _is_lively(console):
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with _progress(DownloadColumn()) as progress:
         task = progress.add_task(text, total=total)
         yield lambda done: progress.advance(task, done)
+
+
+def _progress(count: MofNCompleteColumn | DownloadColumn) -> Progress:
+    """Progress bars with a column that counts what is done; nothing is shown where there is no terminal."""
+    console = messages()
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not _is_lively(console))
 
 
 def _is_lively(console: Console) -> bool:
