@@ -12,6 +12,7 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 
 from reader_rag.errors import ModelError, ModelNotFoundError, ReaderError
 from reader_rag.util.fork import check_not_forked, note_threads
+from reader_rag.util.one_line import first_line
 from reader_rag.util.quiet import quiet_loading
 
 if TYPE_CHECKING:
@@ -159,8 +160,7 @@ def _load(model_name: str, device: str | None, trust_remote_code: bool) -> Sente
             f"sentence-transformers can load, or run `reader-rag models get`"
         ) from error
     except (ValueError, KeyError, RuntimeError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{model_name!r} cannot be loaded as an embedding model: {reason}") from error
+        raise ModelError(f"{model_name!r} cannot be loaded as an embedding model: {first_line(error)}") from error
 
 
 def _document_prompt(model: SentenceTransformer) -> str:
