@@ -13,43 +13,23 @@ from reader_rag.util import moved
 moved.install()
 
 if TYPE_CHECKING:
-    from reader_rag.config import (
-        BatchConfig,
-        DatastoreConfig,
-        DraftConfig,
-        EngineConfig,
-        Grammar,
-        SamplingParams,
-    )
-    from reader_rag.config.threads import configure_threads
-    from reader_rag.engine.engine import Engine
-    from reader_rag.errors import ReaderError
-    from reader_rag.llm import ReaderLLM
-    from reader_rag.rag.embedding import LocalEmbedding
-    from reader_rag.rag.engines import make_chat_engine, make_query_engine
-    from reader_rag.rag.ingest import ingest
-    from reader_rag.rag.stores.faiss_store import FaissStore
+    from reader_rag.config import BatchConfig as BatchConfig
+    from reader_rag.config import DatastoreConfig as DatastoreConfig
+    from reader_rag.config import DraftConfig as DraftConfig
+    from reader_rag.config import EngineConfig as EngineConfig
+    from reader_rag.config import Grammar as Grammar
+    from reader_rag.config import SamplingParams as SamplingParams
+    from reader_rag.config.threads import configure_threads as configure_threads
+    from reader_rag.engine.engine import Engine as Engine
+    from reader_rag.errors import ReaderError as ReaderError
+    from reader_rag.llm import ReaderLLM as ReaderLLM
+    from reader_rag.rag.embedding import LocalEmbedding as LocalEmbedding
+    from reader_rag.rag.engines import make_chat_engine as make_chat_engine
+    from reader_rag.rag.engines import make_query_engine as make_query_engine
+    from reader_rag.rag.ingest import ingest as ingest
+    from reader_rag.rag.stores.faiss_store import FaissStore as FaissStore
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BatchConfig",
-    "DatastoreConfig",
-    "DraftConfig",
-    "Engine",
-    "EngineConfig",
-    "FaissStore",
-    "Grammar",
-    "LocalEmbedding",
-    "ReaderError",
-    "ReaderLLM",
-    "SamplingParams",
-    "__version__",
-    "configure_threads",
-    "ingest",
-    "make_chat_engine",
-    "make_query_engine",
-]
 
 _MODULES = {
     "BatchConfig": "reader_rag.config",
@@ -68,6 +48,8 @@ _MODULES = {
     "make_chat_engine": "reader_rag.rag.engines",
     "make_query_engine": "reader_rag.rag.engines",
 }
+
+__all__ = sorted([*_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
