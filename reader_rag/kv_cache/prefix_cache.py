@@ -66,8 +66,6 @@ class PrefixCache:
 
     Attributes:
         nbytes: Bytes of keys and values stored.
-        asked_tokens: Tokens of all prompts that were looked up.
-        reused_tokens: Prompt tokens that were found.
 
     Example:
         With blocks of two tokens, [1, 2, 3, 4, 5] is stored as [1, 2] with the child [3, 4]. For [1, 2, 3, 9, 9] the
@@ -79,8 +77,6 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.block = block
         self.nbytes = 0
-        self.asked_tokens = 0
-        self.reused_tokens = 0
         self._first: dict[str, dict[bytes, _Block]] = {}
         # Least recently used first. A path is always used as a whole, its end first, so every block comes after its
         # descendants, and the first block of the order is a leaf.
@@ -105,8 +101,6 @@ class PrefixCache:
         if path:
             cache.restore([block.states for block in path])
             self._use(path)
-        self.asked_tokens += len(token_ids)
-        self.reused_tokens += len(path) * self.block
         return len(path) * self.block
 
     def insert(self, tenant: str, token_ids: Sequence[int] | NDArray[np.integer], cache: Restorable) -> None:
