@@ -13,7 +13,13 @@ from reader_rag.errors import ConfigError
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """A prompt of a prompts file: one JSON object a line, `{"id", "category", "turns": [text, ...]}`."""
+    """A prompt of a prompts file, which has a line of JSON for each: `{"id", "category", "turns": [text, ...]}`.
+
+    Attributes:
+        id: Id of the prompt.
+        category: Results are reported by category.
+        text: The first turn.
+    """
 
     id: str
     category: str
@@ -22,7 +28,14 @@ class BenchPrompt:
 
 @dataclass(frozen=True)
 class TracePassage:
-    """A passage of a trace: tokens `start` to `stop` of its prompt, or without `stop` a text of its own."""
+    """A retrieved passage of a trace: a span of the prompt, or a text that the prompt does not contain.
+
+    Attributes:
+        id: Id of the passage.
+        start: First token in the prompt.
+        stop: One past the last token in the prompt; None: the prompt does not contain the passage.
+        tokens: Token ids of the passage if `stop` is None.
+    """
 
     id: str
     start: int = 0
@@ -32,9 +45,17 @@ class TracePassage:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded answer: one JSON object a line, `{"id", "category", "model", "prompt": [ids], "output": [ids]}`.
+    """A recorded answer of a trace file, which has a line of JSON for each.
 
-    It may have `"passages"`: a list of `{"id", "start", "stop"}` (tokens of the prompt) or `{"id", "tokens": [ids]}`.
+    A line is `{"id", "category", "model", "prompt": [ids], "output": [ids]}`. It may have `"passages"`, a list of
+    `{"id", "start", "stop"}` (tokens of the prompt) or `{"id", "tokens": [ids]}`.
+
+    Attributes:
+        id: Id of the prompt.
+        category: Results are reported by category.
+        prompt: Token ids of the prompt.
+        output: Token ids of the answer.
+        passages: The retrieved passages.
     """
 
     id: str
@@ -52,11 +73,11 @@ def read_prompts(path: Path, categories: Sequence[str] = (), limit: int | None =
 
     Args:
         path: The file.
-        categories: Keep these; none: all.
+        categories: Categories to keep; empty: all.
         limit: Most prompts of each category; None: all.
 
     Raises:
-        ConfigError: The file cannot be read, a line is not of that form, or nothing is left.
+        ConfigError: The file cannot be read, a line has another form, or no line is left.
     """
     prompts = list(_rows(path, ("id", "category", "turns"), _prompt))
     return _selected(prompts, path, categories, limit)
@@ -67,11 +88,11 @@ def read_traces(path: Path, categories: Sequence[str] = (), limit: int | None = 
 
     Args:
         path: The file.
-        categories: Keep these; none: all.
+        categories: Categories to keep; empty: all.
         limit: Most answers of each category; None: all.
 
     Raises:
-        ConfigError: The file cannot be read, a line is not of that form, or nothing is left.
+        ConfigError: The file cannot be read, a line has another form, or no line is left.
     """
     traces = [trace for trace in _rows(path, ("id", "category", "prompt", "output"), _trace) if trace.output]
     return _selected(traces, path, categories, limit)

@@ -1,7 +1,7 @@
-"""Options that several commands have, each with its flag, type, range and help.
+"""Command-line options that several commands share, each with its flag, type, range and help.
 
-Options of settings take their help and range from `reader_rag.config`. Options of all programs are here, since `bench`
-is the lowest floor that has commands; `reader_rag.cli.options` adds those of documents and answers.
+Options of settings take their help and range from `reader_rag.config`. `bench` is the lowest layer with commands, so
+options of all programs are here; `reader_rag.cli.options` adds those of documents and answers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LOCAL_PROMPTS = "questions about Python's documentation and installed packages"
 
 
 def setting_option(settings: type[Settings], name: str, more: str = "", *, text: str = "", flag: str = "") -> Any:
-    """The option of a setting, with the documentation and the least value that the schema has.
+    """The option of a setting, with its documentation and least value.
 
     Args:
         settings: The class that defines the setting.
-        name: Its name there.
-        more: Added to the documentation.
-        text: Taken instead of the documentation, where that is too long for a line or two.
-        flag: Its name on the command line; "": the setting's, with hyphens.
+        name: Name of the setting.
+        more: Text added to the documentation.
+        text: Help instead of the documentation, where that is too long.
+        flag: Name of the option; "": the name of the setting with hyphens.
     """
     _, _, about = settings_of(settings)[name]
     flag = flag or f"--{name.replace('_', '-')}"
@@ -99,12 +99,12 @@ def numbers(option: str, text: str, least: int = 0) -> list[int]:
     """The numbers of a comma-separated list.
 
     Args:
-        option: The option that has it, for the message.
+        option: Name of the option, for the message.
         text: The list; numbers may be written like 1e6.
         least: The smallest that is allowed.
 
     Raises:
-        ConfigError: One of them is no whole number, or too small.
+        ConfigError: A part is not a whole number, or is too small.
     """
     try:
         values = [float(part) for part in text.split(",")]

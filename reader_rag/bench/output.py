@@ -1,4 +1,4 @@
-"""What the benchmark commands print: progress while they run, then a report as JSON or as tables."""
+"""Output of the benchmark commands: progress while they run, then a report as JSON or as tables."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def progress() -> Callable[[str], None]:
 
 
 def print_report(report: Mapping[str, Any], as_json: bool, show: Callable[[Any], None]) -> None:
-    """Print the outcome of a benchmark.
+    """Print the report of a benchmark.
 
     Args:
-        report: The outcome; values are what JSON takes.
+        report: The report, with values that JSON takes.
         as_json: Print one JSON object, indented by a space.
-        show: Prints the report for people; called if `as_json` is false.
+        show: Prints the report as tables; called if `as_json` is false.
     """
     if as_json:
         typer.echo(json.dumps(report, indent=1))
@@ -39,7 +39,7 @@ def print_table(
     """Print a table.
 
     Args:
-        title: Stands above it; None: no title.
+        title: Title above the table; None: no title.
         headings: One for each column; columns after the first are aligned right.
         rows: A cell for each column: text, a number, or None for what was not measured.
         to_error: Print to standard error.

@@ -1,4 +1,4 @@
-"""What the reports of several benchmarks have in common: the machine, ratios of speeds, prompts that differ."""
+"""Parts of several benchmarks' reports: the machine, ratios of speeds, prompts whose answers differ."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from reader_rag.engine.engine import Engine
 
 
 def ratio(ours: float, theirs: float) -> float | None:
-    """The ratio of two speeds; None where one was not measured."""
+    """The ratio of two speeds; None if one is 0, which means not measured.
+
+    Args:
+        ours: Tokens per second of one method.
+        theirs: Tokens per second of the other.
+    """
     return ours / theirs if ours and theirs else None
 
 
 def summary_of_ratios(each: Sequence[float], total: float | None) -> dict[str, float | None]:
-    """The row of a report.
+    """Median, least and greatest ratio and the ratio over all tokens, rounded to three digits.
 
     Args:
         each: Ratio of speeds on each prompt or group of prompts.
@@ -47,7 +52,11 @@ def different(ids: Sequence[str], ours: Sequence[tuple[int, ...]], theirs: Seque
 
 
 def machine(engine: Engine) -> dict[str, Any]:
-    """What a figure depends on: model, type, device, threads, versions."""
+    """What the figures depend on: model, dtype, device, threads and versions.
+
+    Args:
+        engine: The measured engine.
+    """
     device = engine.target.device
     return {
         "model": engine.name,

@@ -17,7 +17,7 @@ from reader_rag.bench.vllm.compare import Sampling, VllmTask, _groups, _report, 
 from reader_rag.bench.vllm.costs import FixedDrafts, measure_costs
 from reader_rag.bench.vllm.engine import Answer, Driver, Group, Options, pausing_group, run_group
 from reader_rag.bench.vllm.stress import StressPlan, storm
-from reader_rag.bench.vllm.worker import _begin, _go_on
+from reader_rag.bench.vllm.worker import _begin, _resume
 from reader_rag.cli.main import app
 from reader_rag.errors import ConfigError, MissingDependencyError
 
@@ -81,8 +81,8 @@ def test_only_steps_after_each_request_has_its_first_token_are_timed() -> None:
 def test_a_group_that_pauses_gets_the_same_tokens() -> None:
     engine = ScriptedEngine()
     assert _begin(engine, pausing_group, [[10], [20]], [5, 2], 0.0) is None  # the prompts are read
-    assert _go_on(engine) is None
-    group = _go_on(engine)
+    assert _resume(engine) is None
+    group = _resume(engine)
     assert [answer.tokens for answer in group.answers] == [[10, 11, 12, 13, 14], [20, 21]]
     assert group.emitted == 5
 

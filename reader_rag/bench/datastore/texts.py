@@ -1,4 +1,4 @@
-"""Large amounts of text that any machine has: the files of installed packages."""
+"""Benchmark texts that every machine has: sources and documentation of installed packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 _KINDS = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".c", ".cpp", ".html", ".js", ".ts"}
 _SYSTEM = ("/usr/share", "/usr/include", "/usr/lib")
 _LEAST, _MOST = 1_000, 1_000_000
-"""Least and most bytes of a file that is used; longer ones are tables of data."""
+"""Least and greatest size of a file that is used, in bytes; longer files are mostly data tables."""
 
 
 def text_files() -> list[Path]:
@@ -24,10 +24,10 @@ def text_files() -> list[Path]:
         Absolute paths, each once.
     """
     paths = sysconfig.get_paths()
-    places = [paths["purelib"], paths["platlib"], paths["stdlib"], *site.getsitepackages(), *sys.path[1:], *_SYSTEM]
+    folders = [paths["purelib"], paths["platlib"], paths["stdlib"], *site.getsitepackages(), *sys.path[1:], *_SYSTEM]
     found: set[Path] = set()
-    for place in dict.fromkeys(Path(place).resolve() for place in places if place):
-        for folder, _, names in os.walk(place):
+    for root in dict.fromkeys(Path(root).resolve() for root in folders if root):
+        for folder, _, names in os.walk(root):
             found.update(Path(folder, name) for name in names if Path(name).suffix in _KINDS)
     files = sorted(found)
     random.Random(0).shuffle(files)

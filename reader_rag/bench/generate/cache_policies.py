@@ -1,4 +1,4 @@
-"""Costs of the two policies of a `BatchCache`: both make the same simulated steps, without a model.
+"""Benchmark of the two policies of `BatchCache`, on the same simulated steps without a model.
 
 Every sequence has a context and an answer of random lengths, and is replaced by a new one when its answer ends. A step
 verifies a root and eight drafted tokens of every sequence. The number of accepted tokens is drawn for each sequence and
@@ -58,12 +58,12 @@ class CacheShape:
 def measure_caching(
     batches: Sequence[int], shape: CacheShape, say: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Run both policies, step by step in turn, until as many sequences have ended as the batch has.
+    """Run both policies in turn, step by step, until the number of ended sequences reaches the batch size.
 
     Args:
-        batches: Sequences of a batch; a run for each.
+        batches: Batch sizes; both policies run with each.
         shape: Shape of the cache and lengths of the sequences.
-        say: Called with lines about progress.
+        say: Called with a line after each batch size.
 
     Returns:
         For each batch and policy: steps; milliseconds of a step (allocation, mask, writing, attention and commit),
@@ -110,13 +110,13 @@ class _Run:
         self._entries = sum(sequence.cache.length for sequence in self._sequences)
         self._ended = self._peak = 0
         self._share = 0.0
-        # The mask's content does not change what is measured: every row sees itself and the root.
+        # The content of the mask does not affect the measurement: every row attends to itself and the root.
         self._visible = np.tile(np.eye(rows, dtype=np.bool_), (batch, 1, 1))
         self._visible[:, :, 0] = True
 
     @property
     def done(self) -> bool:
-        """Whether as many sequences have ended as the batch has."""
+        """Whether the number of ended sequences has reached the batch size."""
         return self._ended >= self._batch
 
     @torch.inference_mode()
@@ -139,10 +139,10 @@ class _Run:
             torch.cuda.synchronize()
         self.times.append(1e3 * (time.perf_counter() - started))
         self._entries += sum(len(rows) for rows in kept)
-        held = self._cache.nbytes
-        self._peak = max(self._peak, held)
+        nbytes = self._cache.nbytes
+        self._peak = max(self._peak, nbytes)
         bound = self._cache.most_columns * self._cache.texts * self._shape.bytes_of_position
-        self._share = max(self._share, held / bound)
+        self._share = max(self._share, nbytes / bound)
         for n, sequence in enumerate(self._sequences):
             sequence.left -= len(kept[n])
             if sequence.left <= 0:

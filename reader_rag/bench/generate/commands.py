@@ -24,7 +24,9 @@ def generate(
     prompts: Annotated[Path | None, typer.Option(help=options.PROMPTS_FORM)] = None,
     traces: Annotated[
         Path | None,
-        typer.Option("--replay", help="Traces whose tokens the model must emit: real acceptance with any weights."),
+        typer.Option(
+            "--replay", help="Traces whose tokens are emitted instead of the model's: real acceptance with any weights."
+        ),
     ] = None,
     model: Annotated[
         str,
@@ -44,13 +46,15 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = 0,
-    methods: Annotated[str, typer.Option(help="Out of plain, reader, hf, hf-lookup.")] = "plain,reader,hf,hf-lookup",
+    methods: Annotated[
+        str, typer.Option(help="Methods, comma-separated: plain, reader, hf, hf-lookup.")
+    ] = "plain,reader,hf,hf-lookup",
     as_json: options.Json = False,
 ) -> None:
     """Compare decoding methods on the same prompts.
 
-    Runs the methods in turn; reports speed, tokens per step, memory and differing answers. Several sizes of --batch
-    with --json give a list of reports.
+    Runs the methods in turn; reports speed, tokens per step, memory and differing answers. With several sizes of
+    --batch, --json prints a list of reports.
     """
     batches = options.numbers("--batch", batch, least=1)
     if (prompts is None) == (traces is None):
@@ -78,7 +82,7 @@ def generate(
         if not as_json:
             _show(report)
             continue
-        # Each report is printed when it is complete: a run over all sizes that is interrupted has measured some.
+        # Each report is printed when it is complete, so that an interrupted run keeps the finished ones.
         opening, closing = "[" if several and not number else "", "]" if several else ""
         typer.echo(opening + json.dumps(report, indent=1) + ("," if number + 1 < len(batches) else closing))
 
@@ -112,7 +116,7 @@ def _engine(model: str, dtype: str, device: str, settings: dict[str, Any], *, ra
 
     if model.endswith(".json"):
         if not random_weights:
-            raise ConfigError(f"--model {model}: random weights answer nothing; use a configuration with --replay")
+            raise ConfigError(f"--model {model} is a configuration without weights: use it with --replay only")
         from reader_rag.bench.generate.random_weights import engine_from_config
 
         return engine_from_config(Path(model), dtype, device, settings)

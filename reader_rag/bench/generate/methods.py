@@ -1,4 +1,4 @@
-"""The ways of decoding that `bench generate` compares."""
+"""The decoding methods that `bench generate` compares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TENANT = "bench"
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt for every method.
+    """A prompt that every method decodes.
 
     Attributes:
         prompt: The prompt.
@@ -41,7 +41,12 @@ Method = Callable[[Engine, Task], Run]
 
 
 class _Forced:
-    """A sampler that computes the model's token, so that its time is measured, and emits the trace's token."""
+    """A sampler that computes the model's token, so that its time is measured, and emits the trace's token.
+
+    Args:
+        prompt_tokens: Number of tokens of the prompt.
+        tokens: Token ids of the trace's answer.
+    """
 
     def __init__(self, prompt_tokens: int, tokens: tuple[int, ...]) -> None:
         self._prompt_tokens = prompt_tokens
@@ -53,13 +58,21 @@ class _Forced:
 
 
 def shortened(task: Task) -> Task:
-    """A short task for a first run, which pays first-use costs (compiled loops, thread pools, kernels)."""
+    """A task of eight tokens for a warm-up run, because kernels are compiled and threads started at first use."""
     forced = None if task.forced is None else task.forced[:8]
     return replace(task, generation=replace(task.generation, max_tokens=8), forced=forced)
 
 
 def request_of(task: Task, *, speculate: bool) -> tuple[SamplingParams, Sampler | None]:
-    """Settings and sampler of this engine's request for a task, with drafts or plain."""
+    """Sampling parameters and sampler of a request to this package's engine.
+
+    Args:
+        task: The prompt.
+        speculate: Whether to decode with drafts.
+
+    Returns:
+        The parameters; the sampler, None if the parameters choose the tokens.
+    """
     if task.forced is not None:
         generation = SamplingParams(max_tokens=len(task.forced), ignore_eos=True, speculate=speculate)
         return generation, _Forced(len(task.prompt.token_ids), task.forced)
@@ -67,7 +80,13 @@ def request_of(task: Task, *, speculate: bool) -> tuple[SamplingParams, Sampler 
 
 
 def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
-    """Answer with this engine, with drafts or plain."""
+    """Decode with this package's engine.
+
+    Args:
+        engine: The engine.
+        task: The prompt.
+        speculate: Whether to decode with drafts.
+    """
     generation, sampler = request_of(task, speculate=speculate)
     engine.forget(_TENANT)  # every prompt starts with the draft state of a new process
     started = time.perf_counter()
@@ -82,7 +101,12 @@ def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
 
 
 class Clock(BaseStreamer):
-    """Records the time of the first token; `generate` puts the prompt before it."""
+    """A streamer of `generate` that records the time of the first token.
+
+    Attributes:
+        puts: Number of calls of `put`; the first one has the prompt.
+        first: `time.perf_counter()` at the first token.
+    """
 
     def __init__(self) -> None:
         self.puts = 0
@@ -99,12 +123,12 @@ class Clock(BaseStreamer):
 
 
 def transformers_generate(engine: Engine, task: Task, *, lookup: int | None = None) -> Run:
-    """Answer with `generate` of `transformers` on the same model.
+    """Decode with `generate` of `transformers` on the same model.
 
     Args:
-        engine: Has the model.
+        engine: The engine whose model is used.
         task: The prompt.
-        lookup: n-gram size of prompt lookup; None: plain.
+        lookup: n-gram size of prompt lookup; None: without prompt lookup.
     """
     model: Any = engine.model
     ids = torch.tensor([list(task.prompt.token_ids)], device=model.device)

@@ -12,7 +12,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """The peak memory since `reset`: CUDA's count on a GPU, else the process's highest resident size.
+    """Measures peak memory since `reset`: allocated memory on a GPU, else the process's peak resident set size.
 
     Args:
         device: The model's device.
@@ -22,19 +22,19 @@ class PeakMemory:
         self._device = device
 
     def reset(self) -> None:
-        """Start to measure."""
+        """Start a new measurement."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif _CLEAR.exists():
-            # "5" resets the highest resident size to the present one. Where a sandbox forbids it, the peak of the whole
-            # process is reported.
+            # "5" resets the peak to the current resident set size. If that is forbidden, the peak since the process
+            # started is reported.
             try:
                 _CLEAR.write_text("5")
             except OSError:
                 return
 
     def peak_mb(self) -> float | None:
-        """Megabytes (1e6 bytes); None where the system does not report them."""
+        """The peak in megabytes (1e6 bytes); None if the system does not report it."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) / 1e6
         if not _STATUS.exists():

@@ -22,9 +22,9 @@ def compare(
     """Run the methods in turn, prompt by prompt, in this process.
 
     Args:
-        engine: The model.
-        tasks: Prompt ids and what to decode.
-        methods: Names out of `METHODS`.
+        engine: The engine whose model is used.
+        tasks: Pairs of prompt id and task.
+        methods: Names of `METHODS`.
         progress: Called with what runs next.
 
     Returns:

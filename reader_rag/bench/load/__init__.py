@@ -1,1 +1,1 @@
-"""Many requests at once."""
+"""Load test: many concurrent requests, with cancelled and invalid ones among them."""

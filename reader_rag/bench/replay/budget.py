@@ -1,9 +1,9 @@
-"""What the calibration of drafts gives the budget: replays in which only the nodes that pay are verified.
+"""Measures what calibration gains when only the nodes that pay for their verification are verified.
 
     python -m reader_rag.bench.replay.budget traces.jsonl traces.npz
 
-A step over n drafted tokens takes 1 + n * cost plain steps. Prints, by cost and category, tokens per second with
-calibration over those without, and the same with half of the answers in a datastore.
+The simulated cost of a step over n drafted tokens is 1 + n * cost plain steps. Prints, by cost and category, tokens per
+second with calibration over tokens per second without; then again with half of the answers in a datastore.
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ from reader_rag.draft.profile import Profile, profiles
 from reader_rag.draft.source import Budget, RequestState
 
 COSTS = (0.005, 0.03, 0.1, 0.5)
-"""Seconds of a drafted token, in plain steps: a GPU, a wide CPU in 32 bits, one in 16 bits, one without AVX-512."""
+"""Cost of a drafted token in plain steps: on a GPU, on a CPU in float32, in 16 bits, and in 16 bits without AVX-512."""
 
 
 class _BudgetedSource(BuiltinSource):
-    """Proposes the nodes that pay alone, as the engine verifies them."""
+    """Proposes only the nodes that pay for their verification, which the engine would verify.
+
+    Args:
+        cost: Cost of a drafted token in plain steps.
+        parts: Arguments of `BuiltinSource`.
+    """
 
     def __init__(self, cost: float, *parts: Any) -> None:
         super().__init__(*parts)
@@ -59,11 +64,11 @@ def tokens_per_plain_step(
 
     Args:
         traces: Recorded answers.
-        cost: Seconds of a drafted token, in plain steps.
-        best: The target's best next tokens, by trace id.
-        profile: What is known of the model beforehand.
-        calibrates: Whether estimates are corrected.
-        datastore: Searched too.
+        cost: Cost of a drafted token in plain steps.
+        best: The target's most probable next tokens, by trace id.
+        profile: The model's profile; None: there is none.
+        calibrates: Whether estimated probabilities are calibrated.
+        datastore: A datastore that is searched for drafts too; None: there is none.
     """
     replayer = Replayer(ReplayConfig(calibrates=calibrates), best, profile, datastore=datastore)
     replayer.make_source = partial(_BudgetedSource, cost)
@@ -80,10 +85,10 @@ def main(traces_path: Path, best_path: Path) -> None:
 
     Args:
         traces_path: Recorded answers, as for `bench replay`.
-        best_path: Their best next tokens.
+        best_path: Their most probable next tokens, as for `bench replay --top8`.
     """
     traces, best = read_traces(traces_path, [], None), read_best(best_path)
-    profile = next((held for held in profiles() if held.fits([trace.prompt for trace in traces])), None)
+    profile = next((one for one in profiles() if one.fits([trace.prompt for trace in traces])), None)
     known, asked = halves(traces)
     with answers_in_datastore(known, asked) as datastore:
         for name, replayed, searched in (("alone", traces, None), ("with a datastore", asked, datastore)):

@@ -1,4 +1,4 @@
-"""Costs of drafting alone: a draft, following a token, indexing a text, memory, first use."""
+"""Measures drafting without a model: time of a draft, of appending a token, of indexing a text; memory; first use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from reader_rag.draft.step_table import StepTable
 _SIZES = (8, 16, 64)
 _LONG = 32_000
 _ROUNDS = 5
-_PLACES = 20
+_POSITIONS = 20
 """Positions of each answer at which drafts are timed in turn."""
 _ROWS, _ROW_TOKENS, _CHAIN = (32, 256), 4000, 16
-"""Of the batches for chains: numbers of rows, tokens of a row, and tokens of a chain."""
+"""Batches for chains: numbers of rows, tokens of a row, and tokens of a chain."""
 _FIRST_USE = """
 import time
 started = time.perf_counter()
@@ -40,15 +40,14 @@ def measure_drafting(traces: Sequence[Trace], best: Best, profile: Profile | Non
 
     Args:
         traces: The answers.
-        best: The target's best next tokens, by trace id.
-        profile: The model's profile, or None.
+        best: The target's most probable next tokens, by trace id.
+        profile: The model's profile; None: there is none.
 
     Returns:
-        By size of tree, microseconds of a draft, the Python call included: of drafts at many positions of a text in
-        turn, and of drafts within a replay, whose bookkeeping evicts data from the CPU's caches. Microseconds to follow
-        a token, all tokens of a step in one call; microseconds of a step of a batch with a chain for each row, on one
-        thread and on all cores; milliseconds to index a long context; bytes of the index per token; seconds of first
-        use in a new process.
+        By tree size, microseconds of a draft with the Python call: at many positions of a text in turn, and within a
+        replay, whose bookkeeping evicts data from the CPU's caches. Microseconds to append a token, with all tokens of
+        a step in one call; microseconds of a step of a batch with a chain for each row, on one thread and on all cores;
+        milliseconds to index a long context; bytes of the index per token; seconds of the first use in a new process.
     """
     report: dict[str, Any] = {"drafts": {}}
     for nodes in _SIZES:
@@ -56,15 +55,15 @@ def measure_drafting(traces: Sequence[Trace], best: Best, profile: Profile | Non
         replayer = Replayer(ReplayConfig(nodes=nodes), best, profile)
         for trace in traces:
             replayer.run(trace, tally)
-        times = _in_turn(traces, nodes, best, profile)
+        times = _draft_times(traces, nodes, best, profile)
         report["drafts"][str(nodes)] = {
             "us_p50": round(float(np.percentile(times, 50)), 1),
             "us_p99": round(float(np.percentile(times, 99)), 1),
             "us_in_replay_p50": tally.percentile(50),
             "us_in_replay_p99": tally.percentile(99),
         }
-    steps = [us for trace in traces for us in _following(trace)]
-    report["us_per_token_followed_p50"] = round(float(np.median(steps)), 2) if steps else None
+    appends = [us for trace in traces for us in _append_times(trace)]
+    report["us_per_token_followed_p50"] = round(float(np.median(appends)), 2) if appends else None
     for rows in _ROWS:
         report[f"step_of_{rows}_rows_of_{_ROW_TOKENS}_tokens"] = {
             f"us_p50_{name}": round(float(np.median(_batch_steps(traces, profile, rows, threads))), 1)
@@ -82,7 +81,7 @@ def measure_drafting(traces: Sequence[Trace], best: Best, profile: Profile | Non
     return report
 
 
-def _in_turn(traces: Sequence[Trace], nodes: int, best: Best, profile: Profile | None) -> list[float]:
+def _draft_times(traces: Sequence[Trace], nodes: int, best: Best, profile: Profile | None) -> list[float]:
     """Microseconds of drafts at several positions of each answer, one after the other, in a few rounds."""
     times = []
     for trace in traces:
@@ -91,18 +90,18 @@ def _in_turn(traces: Sequence[Trace], nodes: int, best: Best, profile: Profile |
         if trace.id in best:
             table.learn_text(text, 0, best[trace.id])
         builder = TreeBuilder(max_nodes=nodes, successors=table, calibration=Calibration(learns=False))
-        emitted = (len(trace.output) * part // _PLACES for part in range(_PLACES))
-        places = [ContextIndex(text[: len(trace.prompt) + count]) for count in emitted]
+        emitted = (len(trace.output) * part // _POSITIONS for part in range(_POSITIONS))
+        indexes = [ContextIndex(text[: len(trace.prompt) + count]) for count in emitted]
         for _ in range(_ROUNDS):
-            for index in places:
+            for index in indexes:
                 started = time.perf_counter()
                 builder.build(index)
                 times.append(1e6 * (time.perf_counter() - started))
     return times
 
 
-def _following(trace: Trace) -> list[float]:
-    """Microseconds to follow a token, in calls of four tokens."""
+def _append_times(trace: Trace) -> list[float]:
+    """Microseconds to append a token to an index, in calls of four tokens."""
     index = ContextIndex(trace.prompt, reserve=len(trace.output))
     times = []
     for start in range(0, len(trace.output) - 3, 4):
@@ -116,8 +115,8 @@ def _following(trace: Trace) -> list[float]:
 def _batch_steps(traces: Sequence[Trace], profile: Profile | None, rows: int, threads: int | None) -> list[float]:
     """Microseconds of the steps of a batch of long answers after long contexts, until the first row ends.
 
-    A context is the answer's own prompt behind other prompts. Each step follows the tokens that the step before it
-    would have accepted.
+    A context is the answer's own prompt after other prompts. Each step appends the tokens that the step before would
+    have accepted.
     """
     before = np.concatenate([np.array(trace.prompt, np.int32) for trace in traces])
     long = sorted(traces, key=lambda trace: -len(trace.output))[: _ROWS[0]]
@@ -131,20 +130,20 @@ def _batch_steps(traces: Sequence[Trace], profile: Profile | None, rows: int, th
         texts[row, : _ROW_TOKENS + len(answer)] = np.concatenate([others, own, answer])
     prior = profile.tokens if profile is not None else None
     drafter = ChainDrafter(rows, _CHAIN, StepTable.assumed("cuda"), prior=prior, threads=threads)
-    at, came = np.arange(rows), np.ones(rows, np.int64)
+    row_indices, emitted = np.arange(rows), np.ones(rows, np.int64)
     ends = _ROW_TOKENS + np.array([len(answer) for answer in answers])
-    lengths = _ROW_TOKENS + came
+    lengths = _ROW_TOKENS + emitted
     times = []
     while (lengths < ends).all():
         started = time.perf_counter()
-        chains, verified = drafter.draft(texts, at, lengths, came, ends - lengths)
+        chains, verified = drafter.draft(texts, row_indices, lengths, emitted, ends - lengths)
         drafts = as_lists(chains, verified)
         times.append(1e6 * (time.perf_counter() - started))
         for row, draft in enumerate(drafts):
             ahead = texts[row, lengths[row] : ends[row]].tolist()
             agreed = [token == other for token, other in zip(draft, ahead, strict=False)]
-            came[row] = min([*agreed, False].index(False) + 1, len(ahead))
-        lengths = lengths + came
+            emitted[row] = min([*agreed, False].index(False) + 1, len(ahead))
+        lengths = lengths + emitted
     return times[1:] or times  # the first step indexes the texts
 
 

@@ -1,7 +1,8 @@
-"""Draft sources without training, replayed on the same recorded answers, and what copying could reach at best.
+"""Other training-free draft sources replayed on recorded answers, with an upper bound of copying (oracles).
 
-Other people's, and our own chains, as engines verify them that take no tree. Each is a small class behind the
-`DraftSource` protocol; the tables at the end name them.
+The peers are prompt lookup, vLLM's n-gram rule, SuffixDecoding, and this package's own chains, which engines without
+tree verification use. Each is a class with the `DraftSource` protocol; `RULES`, `SUFFIX_DECODING` and `ORACLES` name
+them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PromptLookup:
         self._generator: Any = PromptLookupCandidateGenerator(num_output_tokens=width, max_matching_ngram_size=most)
 
     def propose(self, state: RequestState, budget: Budget) -> Proposal:
-        """Copy what follows the first occurrence of the last tokens; see `DraftSource.propose`."""
+        """Propose what follows the first occurrence of the last tokens (`DraftSource.propose`)."""
         length = len(state.tokens)
         self._generator.max_length = length + budget.max_depth
         candidates, _ = self._generator.get_candidates(self._tensor(state.tokens[None].astype(np.int64)))
@@ -60,8 +61,7 @@ class PromptLookup:
 
 
 class VllmNgram:
-    """vLLM's n-gram rule, restated: of the longest n-gram at the end that occurred before, copy after its first
-    occurrence.
+    """vLLM's n-gram rule, reimplemented: copy what follows the first occurrence of the longest n-gram at the end.
 
     Args:
         least: Shortest n-gram.
@@ -79,7 +79,7 @@ class VllmNgram:
         self._after: dict[tuple[int, ...], int] = {}  # by n-gram, where its first occurrence ends
 
     def propose(self, state: RequestState, budget: Budget) -> Proposal:
-        """Copy what follows the first occurrence of the longest n-gram; see `DraftSource.propose`."""
+        """Propose what follows the first occurrence of the longest n-gram (`DraftSource.propose`)."""
         tokens = state.tokens.tolist()
         length = len(tokens)
         for end in range(self._length + 1, length + 1):
@@ -103,9 +103,8 @@ class VllmNgram:
 
 @dataclass(frozen=True)
 class SuffixSettings:
-    """Of the SuffixDecoding library. Factor and least probability default to vLLM's values, the depth to the library's.
-
-    vLLM's own depth is 24, and so is its width unless told: 2.50 tokens a step (rag, cold) where these emit 2.54.
+    """Settings of the SuffixDecoding library. `factor` and `min_probability` default to vLLM's values, `depth` to the
+    library's. vLLM's defaults of depth and width, 24, emit 2.50 tokens a step (rag, cold); these emit 2.54.
 
     Attributes:
         depth: Most tokens that match and draft have together.
@@ -129,8 +128,8 @@ class SuffixDecoding:
     """SuffixDecoding by its authors' library, `arctic-inference`.
 
     Args:
-        settings: Of the library.
-        warm: Keep the earlier answers in the library's cache; otherwise that cache is off.
+        settings: Settings of the library.
+        warm: Whether earlier answers stay in the library's cache; otherwise that cache is off.
 
     Raises:
         ImportError: The library is not installed.
@@ -145,7 +144,7 @@ class SuffixDecoding:
         self._request, self._started = 0, False
 
     def propose(self, state: RequestState, budget: Budget) -> Proposal:
-        """The library's draft; see `DraftSource.propose`."""
+        """Propose the library's draft (`DraftSource.propose`)."""
         if not self._started:
             self._cache.start_request(self._request, state.tokens.tolist())
             self._started = True
@@ -160,7 +159,7 @@ class SuffixDecoding:
         return Proposal(draft.token_ids, draft.parents, np.log(np.maximum(draft.probs, 1e-12)))
 
     def observe(self, verified: Verified) -> None:
-        """Append the emitted tokens; see `DraftSource.observe`."""
+        """Append the emitted tokens (`DraftSource.observe`)."""
         self._cache.add_active_response(self._request, list(verified.tokens))
 
     def forget(self) -> None:
@@ -170,11 +169,11 @@ class SuffixDecoding:
 
 
 class ReaderChain:
-    """Our own chains, without anything learned from logits; all that is drafted is verified.
+    """This package's chains, without tokens learned from logits; every drafted token is verified.
 
     Args:
         width: Tokens of a draft.
-        profile: What is known of the model beforehand.
+        profile: The model's profile; None: there is none.
     """
 
     needs_hidden_states = False
@@ -186,13 +185,13 @@ class ReaderChain:
         self._emitted = 0
 
     def propose(self, state: RequestState, budget: Budget) -> Proposal:
-        """The chain of a batch of one row; see `DraftSource.propose`."""
+        """Propose the chain of a batch of one row (`DraftSource.propose`)."""
         lengths, emitted, limits = np.array([[len(state.tokens)], [self._emitted], [budget.max_depth]])
         chains, verified = self._drafter.draft(state.tokens[None], self._row, lengths, emitted, limits)
         return Proposal.chain(chains[0, : verified[0]].tolist())
 
     def observe(self, verified: Verified) -> None:
-        """Note how many tokens are new; see `DraftSource.observe`."""
+        """Record the number of emitted tokens (`DraftSource.observe`)."""
         self._emitted = len(verified.tokens)
 
     def forget(self) -> None:
@@ -202,7 +201,7 @@ class ReaderChain:
 
 
 _FREE = StepTable((1,), (0, 1), ((1.0, 1.0),))
-"""Steps that take the same however much is drafted."""
+"""Step costs that do not depend on the number of drafted tokens."""
 _CHAINS = (4, 8, 10, 16)
 
 RULES: Mapping[str, SourceFactory] = {"prompt-lookup": PromptLookup, "vllm-ngram": VllmNgram}
@@ -219,12 +218,12 @@ ORACLES: Mapping[str, bool] = {"oracle: best copy after a match": True, "oracle:
 def replay_peers(
     traces: Sequence[Trace], progress: Callable[[str], None], profile: Profile | None = None
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Replay traces by every peer, by our own chains, and by the oracles, which see the future.
+    """Replay traces by every peer, by this package's chains, and by the oracles, which know the answer.
 
     Args:
         traces: The answers. A warm peer has seen the earlier ones of the same category.
         progress: Called with the name of what runs next.
-        profile: What is known of the model beforehand, for our own chains.
+        profile: The model's profile, for this package's chains; None: there is none.
 
     Returns:
         Mean tokens emitted per step, by peer and category; and lines that say which peers were left out.
@@ -248,35 +247,34 @@ def replay_peers(
     }
     results: dict[str, dict[str, float]] = {}
     for name, count in counts.items():
-        for category, held in categories.items():
+        for category, members in categories.items():
             progress(f"{name}: {category}")
-            results.setdefault(name, {})[category] = round(sum(len(trace.output) for trace in held) / count(held), 4)
+            results.setdefault(name, {})[category] = round(
+                sum(len(trace.output) for trace in members) / count(members), 4
+            )
     return results, notes
 
 
 def best_copy_steps(trace: Trace, *, after_match: bool, known: Iterable[Sequence[int]] = ()) -> int:
-    """The steps of an answer if each copied what agrees longest with the tokens to come, at most `DEPTH` of them.
+    """The number of steps of an answer if each copies the longest span that agrees with the next `DEPTH` tokens.
 
     Args:
         trace: The answer.
-        after_match: Copy only from places after a token equal to the text's last.
-        known: Other texts to copy from.
-
-    Returns:
-        How many steps.
+        after_match: Copy only from positions after a token that equals the last token of the text.
+        known: Other texts to copy from, as token ids.
     """
     text = [token for other in known for token in (*other, _NO_TOKEN)]
     text.extend(trace.prompt)
-    places: dict[int, list[int]] = defaultdict(list)
-    for place, token in enumerate(text):
-        places[token].append(place)
+    occurrences: dict[int, list[int]] = defaultdict(list)
+    for position, token in enumerate(text):
+        occurrences[token].append(position)
     emitted = steps = 0
     while emitted < len(trace.output):
         ahead = trace.output[emitted : emitted + DEPTH]
-        starts = (place + 1 for place in places[text[-1]]) if after_match else places[ahead[0]]
+        starts = (position + 1 for position in occurrences[text[-1]]) if after_match else occurrences[ahead[0]]
         tokens = trace.output[emitted : emitted + 1 + max((_agreeing(text, at, ahead) for at in starts), default=0)]
         for token in tokens:
-            places[token].append(len(text))
+            occurrences[token].append(len(text))
             text.append(token)
         emitted += len(tokens)
         steps += 1
@@ -284,7 +282,7 @@ def best_copy_steps(trace: Trace, *, after_match: bool, known: Iterable[Sequence
 
 
 def _agreeing(text: Sequence[int], start: int, ahead: Sequence[int]) -> int:
-    """How many tokens of the text from `start` on agree with those to come."""
+    """The number of tokens of the text from `start` on that agree with the next tokens of the answer."""
     length = 0
     for token in ahead[: len(text) - start]:
         if text[start + length] != token:
@@ -303,7 +301,7 @@ def _source_steps(make: SourceFactory, traces: Iterable[Trace]) -> int:
 
 
 def _steps(source: DraftSource, trace: Trace) -> int:
-    """The steps of an answer; the first drafts from the prompt's end."""
+    """The number of steps of an answer."""
     text = np.array([*trace.prompt, *trace.output], np.int32)
     emitted = steps = 0
     while emitted < len(trace.output):
@@ -319,7 +317,7 @@ def _steps(source: DraftSource, trace: Trace) -> int:
 
 
 def _accepted(proposal: Proposal | DraftTree, ahead: Sequence[int]) -> int:
-    """How many tokens to come are on a path from the root."""
+    """The number of next tokens that are on one path from the root."""
     nodes: dict[tuple[int, int], int] = {}
     for node, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True)):
         nodes.setdefault((int(parent), int(token)), node)

@@ -1,4 +1,4 @@
-"""Records answers and the target's best next tokens, for `bench replay`."""
+"""Records answers and the target's most probable next tokens, for `bench replay`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def record(
         prompts: The prompts; those that do not fit the model's context window are left out.
         max_tokens: Most tokens of an answer.
         traces: The trace file, overwritten: a line each, `{"id", "category", "model", "prompt", "output"}`.
-        best: The npz file, overwritten: for each id int32 [prompt + output, 8].
+        best: The npz file of the most probable next tokens, overwritten: for each id int32 [prompt + output, 8].
         console: Shows progress.
 
     Returns:
@@ -57,7 +57,15 @@ def record(
 
 
 def best_after(engine: Engine, tokens: Sequence[int]) -> NDArray[np.int32]:
-    """int32 [tokens, 8], the target's best next tokens after each position, the best first."""
+    """The target's most probable next tokens after each position.
+
+    Args:
+        engine: The target.
+        tokens: Token ids of a text.
+
+    Returns:
+        int32 [tokens, 8], most probable first.
+    """
     best = np.zeros((len(tokens), BEST), np.int32)
 
     def seen(start: int, logits: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Drafters inside vLLM on the same prompts."""
+"""Compares drafting methods inside vLLM on the same prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reader_rag.errors import ConfigError
 
 _WARM_UP = "Repeat after me, three times: the early bird catches the worm, and the second mouse gets the cheese. "
 _TURN_S = 0.5
-"""Seconds that a method decodes before the next one: load from elsewhere changes within seconds on a shared machine."""
+"""Seconds that a method decodes before the next one; short, because the load of a shared machine changes in seconds."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Sampling:
 
     Attributes:
         max_tokens: Most tokens of an answer.
-        temperature: 0: greedy.
-        seed: Seed of the first prompt; each further prompt has the next number.
+        temperature: Sampling temperature; 0: greedy.
+        seed: Seed of the first prompt; each further prompt has the next integer.
     """
 
     max_tokens: int = 128
@@ -89,13 +89,13 @@ def compare_vllm(
 ) -> dict[str, Any]:
     """Answer the same prompts by several methods in turn, group by group.
 
-    Each method has an engine in a process of its own. The engines decode a group at the same time, in turns of half a
-    second, so that load from elsewhere affects all methods alike.
+    Each method has an engine in a process of its own. The engines decode a group in turns of half a second, so that
+    load of other programs affects all methods alike.
 
     Args:
         options: Settings of the engines; a group has `options.at_once` prompts.
         tasks: The prompts.
-        methods: Names out of `COMPARED`.
+        methods: Names of `COMPARED`.
         sampling: Length and sampling.
         progress: Called with what runs next.
 
@@ -128,7 +128,7 @@ def compare_vllm(
             first = number * options.at_once
             found: dict[Worker, Any] = {worker: worker.begin(_run, group, sampling, first) for worker in ordered}
             while paused := [worker for worker, done in found.items() if done is None]:
-                found |= {worker: worker.go_on() for worker in paused}
+                found |= {worker: worker.resume() for worker in paused}
             for worker, done in found.items():
                 measured[worker.method].append(done)
         report = _report(options, groups, measured)
@@ -145,9 +145,9 @@ def compare_vllm(
 def _groups(tasks: Sequence[VllmTask], size: int) -> Iterator[list[VllmTask]]:
     """Groups of at most `size` prompts of one category."""
     for category in dict.fromkeys(task.category for task in tasks):
-        held = [task for task in tasks if task.category == category]
-        for first in range(0, len(held), size):
-            yield held[first : first + size]
+        members = [task for task in tasks if task.category == category]
+        for first in range(0, len(members), size):
+            yield members[first : first + size]
 
 
 def _warm_up(engine: Any, options: Options, max_tokens: int) -> None:
@@ -239,7 +239,7 @@ def first_difference(
         prompt: Token ids of the prompt.
         expected: Token ids of plain decoding's answer.
         found: Token ids of the other answer.
-        look: Whether to compute the margin.
+        look: Whether to compute the margin, which takes a prefill.
 
     Returns:
         `position` in the answer; the tokens `plain` and `other` (None if the answer has ended there); and `margin`, the
@@ -256,7 +256,11 @@ def first_difference(
 
 
 def machine(options: Options) -> dict[str, Any]:
-    """What a figure depends on: model, type, device, threads, versions."""
+    """What the figures depend on: model, dtype, device, threads and versions.
+
+    Args:
+        options: Settings of the engines.
+    """
     import torch
 
     on_gpu = torch.cuda.is_available()

@@ -1,8 +1,8 @@
-"""A vLLM engine in a process of its own, which sleeps while another works.
+"""A vLLM engine in a process of its own.
 
-vLLM keeps an engine's state in globals of its process, reads its settings when it is imported, and does not return
-memory when an engine is deleted. So engines that are compared at the same time need a process each: two that do the
-same then differ by two percent (docs/benchmarks).
+vLLM keeps an engine's state in globals of its process, reads its settings when it is imported, and does not free memory
+when an engine is deleted, so engines that are compared need a process each. Two engines with the same settings then
+differ by two percent in speed (docs/benchmarks).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Worker:
         Raises:
             ReaderError: It cannot be loaded.
         """
-        self._answer()
+        self._receive()
 
     def run(self, work: Callable[..., _T], *args: Any) -> _T:
         """Call a function in the worker process.
@@ -71,7 +71,7 @@ class Worker:
             ReaderError: The function raised it, or the process has ended.
         """
         self._pipe.send((work, args))
-        found: _T = self._answer()
+        found: _T = self._receive()
         return found
 
     def begin(self, work: Callable[..., Generator[None, None, _T]], *args: Any) -> _T | None:
@@ -90,18 +90,25 @@ class Worker:
         found: _T | None = self.run(_begin, work, *args)
         return found
 
-    def go_on(self) -> Any:
-        """Run the generator of `begin` up to its next `yield`; returns and raises the same."""
-        return self.run(_go_on)
+    def resume(self) -> Any:
+        """Run the generator of `begin` up to its next `yield`.
 
-    def _answer(self) -> Any:
+        Returns:
+            The generator's result if it has ended, else None.
+
+        Raises:
+            ReaderError: The generator raised it, or the process has ended.
+        """
+        return self.run(_resume)
+
+    def _receive(self) -> Any:
         try:
             good, found = self._pipe.recv()
         except (EOFError, ConnectionResetError) as cause:
             self._process.join(_CLOSE_S)
             raise ReaderError(
-                f"the process of vLLM ({self.method}) ended with status {self._process.exitcode}: see what it "
-                "printed; too little memory is the usual reason"
+                f"the process of vLLM ({self.method}) ended with status {self._process.exitcode}: see its "
+                "output; the usual reason is too little memory"
             ) from cause
         if good:
             return found
@@ -120,20 +127,20 @@ class Worker:
             self._process.join()
 
 
-class _Begun:
-    """The generator of `Worker.begin`, in the worker process."""
+class _Running:
+    """Keeps the generator of `Worker.begin` in the worker process."""
 
     work: ClassVar[Generator[None, None, Any]]
 
 
 def _begin(engine: Any, work: Callable[..., Generator[None, None, Any]], *args: Any) -> Any:
-    _Begun.work = work(engine, *args)
-    return _go_on(engine)
+    _Running.work = work(engine, *args)
+    return _resume(engine)
 
 
-def _go_on(engine: Any) -> Any:
+def _resume(engine: Any) -> Any:
     try:
-        next(_Begun.work)
+        next(_Running.work)
     except StopIteration as end:
         return end.value
     return None
