@@ -56,9 +56,9 @@ class QdrantStore(DatabaseStore):
         url: `qdrant://HOST:PORT/COLLECTION` for a server (`qdrant+tls://` for an encrypted connection; the API key is
             read from the environment variable `QDRANT_API_KEY`), or `qdrant:///FOLDER/COLLECTION` for a folder on this
             machine, which one process at a time can use.
-        embed_model: The embedding model of the vectors; it is compared with the one that made the store.
-        similarity_cutoff: Least cosine similarity of a result; a query may set its own.
-        must_exist: Raise if there is no collection instead of making one with the first nodes.
+        embed_model: The embedding model of the vectors; it must be the one that made the store.
+        similarity_cutoff: Least cosine similarity of a result, -1 to 1; a query may set its own.
+        must_exist: Whether to raise if there is no collection; otherwise the first nodes make one.
         tenant: The tenant whose documents the store reads and changes.
 
     Raises:
@@ -176,11 +176,24 @@ class QdrantDatabase(Database):
         self._store = None
 
     def put(self, nodes: Sequence[BaseNode]) -> None:
-        """Store nodes through LlamaIndex's store; a node with the same id is replaced."""
+        """Store nodes through LlamaIndex's store; a node with the same id is replaced.
+
+        Args:
+            nodes: Nodes with embeddings.
+        """
         self._vector_store().add(list(nodes))
 
     def nearest(self, vector: list[float], top_k: int, where: MetadataFilters) -> list[tuple[BaseNode, float]]:
-        """The nodes nearest to a vector that meet the conditions, with their cosines, nearest first."""
+        """The nodes nearest to a vector that meet the conditions.
+
+        Args:
+            vector: The query's embedding.
+            top_k: Most nodes to return.
+            where: The conditions.
+
+        Returns:
+            Pairs of node and cosine similarity, most similar first.
+        """
         query = VectorStoreQuery(query_embedding=vector, similarity_top_k=top_k)
         result = self._vector_store().query(query, qdrant_filters=to_qdrant(where))
         return list(zip(result.nodes or (), result.similarities or (), strict=True))

@@ -1,4 +1,4 @@
-"""`reader-rag ask`."""
+"""`reader-rag ask`: one answer from a document store."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ask(
 ) -> None:
     """Answer a question from a document store.
 
-    Shows the answer, the passages it was given, what it copied from which file, and counts.
+    Shows the answer, the retrieved passages, what was copied from which file, and statistics.
     """
     place = store_place(store, vector_store)
     models = ModelOptions(

@@ -89,10 +89,10 @@ class ChatSession:
     """Reads messages and commands from standard input, and prints answers.
 
     Args:
-        engine: Answers the messages and keeps the history.
+        engine: The chat engine; it keeps the history.
         recorder: Records the calls of the engine's LLM.
         console: Answers are printed to it.
-        remote: A server answers: Ctrl-C need not wait for the end of a decode step.
+        remote: Whether a server answers; then Ctrl-C interrupts at once, not at the end of a decode step.
     """
 
     def __init__(
@@ -194,19 +194,19 @@ class ChatSession:
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[threading.Event]:
-    """The first Ctrl-C in this context sets an event, so that the decode step ends; the second interrupts as usual."""
-    noted = threading.Event()
+    """Yield an event that the first Ctrl-C sets, so that a decode step ends; a second one interrupts at once."""
+    interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread only
-        yield noted
+        yield interrupted
         return
 
-    def note(signum: int, frame: object) -> None:
-        if noted.is_set():
+    def handle(signum: int, frame: object) -> None:
+        if interrupted.is_set():
             raise KeyboardInterrupt
-        noted.set()
+        interrupted.set()
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, handle)
     try:
-        yield noted
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""From a question to an answer with its passages, citations, counts and comparison."""
+"""Answers a question for a command: retrieval, answer, citations, statistics and comparison with plain decoding."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Answer:
     Attributes:
         question: The question.
         text: The answer.
-        nodes: The passages that the LLM was given, most similar first.
-        citations: Which spans of `text` were copied word for word from which passage; None if copies were not
-            recorded, as on a server.
-        call: The LLM call that gave it.
+        nodes: The passages in the LLM's prompt, most similar first.
+        citations: The spans of `text` that were copied from a passage; None if the LLM does not record them, as on a
+            server.
+        call: The LLM call that generated the answer.
     """
 
     question: str
@@ -65,7 +65,11 @@ class Answer:
 
 
 def recorded(llm: LLMT) -> tuple[LLMT, CallRecorder]:
-    """A light copy of an LLM, and the recorder that keeps the copy's last call."""
+    """A shallow copy of an LLM, and the recorder that keeps the copy's last call.
+
+    Args:
+        llm: The LLM; it is not changed.
+    """
     recorder = CallRecorder()
     return llm.model_copy(update={"callback_manager": CallbackManager([recorder])}), recorder
 
@@ -97,8 +101,8 @@ def answer(
     Args:
         question: The question.
         nodes: The passages, at least one.
-        store: The store that they came from; the request is bound to its tenant.
-        llm: Answers.
+        store: The store of the passages; the request has its tenant.
+        llm: The LLM that answers.
         embed_model: The store's embedding model.
         on_text: Called with each piece of the answer's text as it is generated.
 
@@ -106,8 +110,8 @@ def answer(
         PromptError: Question and passages do not fit the model's context.
         ServerError: The server that answers failed.
     """
-    listening, recorder = recorded(llm)
-    engine = make_query_engine(store, listening, embed_model, streaming=True)
+    recorded_llm, recorder = recorded(llm)
+    engine = make_query_engine(store, recorded_llm, embed_model, streaming=True)
     response = engine.synthesize(QueryBundle(question), list(nodes))
     assert isinstance(response, StreamingResponse)
     with closing(response.response_gen) as pieces:
@@ -119,7 +123,12 @@ def answer(
 
 
 def citations_of(call: LLMCall, nodes: Sequence[NodeWithScore]) -> tuple[Citation, ...] | None:
-    """Which spans of a call's answer were copied from which passage; None if copies were not recorded."""
+    """The citations of a call's answer; None if the LLM does not record copies.
+
+    Args:
+        call: The LLM call.
+        nodes: The passages in its prompt.
+    """
     return None if call.copied is None else tuple(cite(call.copied, call.answer, None, nodes))
 
 
@@ -127,13 +136,13 @@ def compare_answer(given: Answer, llm: ReaderLLM) -> Comparison:
     """Decode an answer's prompt again, with and without drafts.
 
     Args:
-        given: The answer; runs of the comparison know nothing of it.
-        llm: The LLM that gave it.
+        given: The answer. The compared runs use no draft state, cached prefix or datastore.
+        llm: The LLM that generated it.
     """
     engine, call = llm.engine, given.call
     chat = [{"role": message.role.value, "content": message.content or ""} for message in call.messages]
     prompt = engine.encode_chat(chat) if chat else engine.encode(call.prompt)
-    context = Passage(CONTEXT_ID, context_of(given.nodes))  # as the LLM's own hook had it
+    context = Passage(CONTEXT_ID, context_of(given.nodes))  # the passage that `ContextHooks` made for the answer
     return compare(engine, prompt, SamplingParams(max_tokens=llm.max_tokens), [context])
 
 
@@ -186,9 +195,9 @@ def ask_store(
     Args:
         question: The question.
         place: The store's folder or URL.
-        models: The models; with `compare`, "auto" as `dtype` means float32.
-        top_k: Most passages.
-        cutoff: Least similarity of a passage, -1 to 1; None: any.
+        models: The models; with `compare`, the `dtype` "auto" means float32.
+        top_k: Most passages to retrieve.
+        cutoff: Least cosine similarity of a passage, -1 to 1; None: no limit.
         max_tokens: Most tokens of the answer.
         compare: Decode the same prompt with and without drafts afterwards; not possible with a server.
         tenant: Only this tenant's documents are searched.

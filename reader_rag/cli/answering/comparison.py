@@ -1,4 +1,4 @@
-"""Drafted and plain decoding of one prompt: how fast each is, and whether the tokens are the same."""
+"""Compares drafted with plain decoding of one prompt: speed, and whether the tokens are the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WARM_UP_PROMPT = 64
 
 @dataclass(frozen=True)
 class Method:
-    """One method of decoding, over all rounds.
+    """The figures of one decoding method over all rounds.
 
     Attributes:
         tokens_per_s: Median decode speed.
@@ -46,7 +46,7 @@ class Difference:
         position: Index of the first token that differs.
         plain: Text of that token in the plain answer; empty if that answer ends there.
         reader: Text of that token in the drafted answer; empty if that answer ends there.
-        margin: Difference of plain decoding's two best logits there; a small one is likely to be rounding.
+        margin: Plain decoding's best logit less its second best there; if it is small, rounding is the likely cause.
     """
 
     position: int
@@ -102,13 +102,13 @@ def compare(
     generation: SamplingParams,
     passages: Sequence[Passage] = (),
 ) -> Comparison:
-    """Decode a prompt with and without drafts, in turn, up to three times each while that is quick.
+    """Decode a prompt with and without drafts in turn, one to three times each within about 12 seconds.
 
-    Every run starts without anything that the engine learned from earlier requests, this prompt's included: no draft
-    state, no cached prefix, no datastore, which may hold this very answer.
+    Every run starts without state of earlier requests: without draft state, cached prefixes and the datastore, which
+    may contain this answer.
 
     Args:
-        engine: Decodes by both methods.
+        engine: The engine that decodes by both methods.
         prompt: The prompt.
         generation: Length and sampling, the same for both methods.
         passages: Texts that the answer may repeat.
@@ -134,10 +134,10 @@ def compare(
 
 
 class _FreshRuns:
-    """Answers a prompt under a tenant of its own, which is forgotten after every run.
+    """Answers a prompt under a tenant of its own, whose state is dropped after every run.
 
     Args:
-        engine: Decodes.
+        engine: The engine.
         prompt: The prompt.
         passages: Texts that the answer may repeat.
     """
@@ -153,7 +153,11 @@ class _FreshRuns:
         return self._generate(self._prompt, generation)
 
     def warm_up(self, methods: Iterable[SamplingParams]) -> None:
-        """Pay what only the first use costs (compiled kernels, memory) before anything is timed."""
+        """Run each method briefly before anything is timed, because kernels are compiled at first use.
+
+        Args:
+            methods: Sampling parameters of each method.
+        """
         short = Prompt(self._prompt.token_ids[:_WARM_UP_PROMPT])
         for generation in methods:
             few = min(generation.max_tokens, _WARM_UP_TOKENS)
