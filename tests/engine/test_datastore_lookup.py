@@ -196,7 +196,7 @@ class TestWhatCannotBe:
             made()
 
     def test_answers_are_to_be_kept_nowhere(self, made: Made) -> None:
-        with pytest.raises(ConfigError, match="name its folder"):
+        with pytest.raises(ConfigError, match="keeps_answers needs a datastore"):
             made(datastore=False, keeps_answers=True)
 
     def test_two_processes_keep_answers(self, made: Made) -> None:
