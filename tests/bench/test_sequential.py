@@ -94,7 +94,7 @@ def test_a_configuration_alone_serves_to_replay_traces(tmp_path: Path, tiny_mode
     ("arguments", "message"),
     [
         ([], "give either --prompts FILE or --replay TRACES"),
-        (["--prompts", "p.jsonl", "--model", "config.json"], "random weights answer nothing"),
+        (["--prompts", "p.jsonl", "--model", "config.json"], "is a configuration without weights"),
     ],
 )
 def test_contradictory_arguments_are_refused(arguments: list[str], message: str) -> None:
