@@ -56,7 +56,9 @@ CHATS = (
 )
 
 
-def prompts_or_local(path: Path | None, categories: Sequence[str], limit: int | None, each: int) -> list[BenchPrompt]:
+def prompts_or_local(
+    path: Path | None, categories: Sequence[str], limit: int | None, each: int, seed: int = 0
+) -> list[BenchPrompt]:
     """The prompts of a file, or `local_prompts` if there is none.
 
     Args:
@@ -64,13 +66,14 @@ def prompts_or_local(path: Path | None, categories: Sequence[str], limit: int | 
         categories: Keep these; none: all.
         limit: Most prompts of each category; None: all of the file.
         each: Local prompts of each category if `limit` is None.
+        seed: Decides which texts local prompts are made from.
 
     Raises:
         ConfigError: The file cannot be read, a line is not of its form, or there is no such category.
     """
     if path is not None:
         return read_prompts(path, categories, limit)
-    prompts = local_prompts(each if limit is None else limit)
+    prompts = local_prompts(each if limit is None else limit, seed)
     prompts = [prompt for prompt in prompts if not categories or prompt.category in categories]
     if not prompts:
         raise ConfigError(

@@ -196,14 +196,11 @@ def record(
     """
     from rich.console import Console
 
-    from reader_rag.bench.inputs import read_prompts
-    from reader_rag.bench.local_prompts import local_prompts, reworded
+    from reader_rag.bench.local_prompts import prompts_or_local, reworded
     from reader_rag.bench.replay.record import record as run
     from reader_rag.engine.engine import Engine
 
-    wanted = options.names(categories)
-    chosen = read_prompts(prompts, wanted, limit) if prompts is not None else local_prompts(limit, seed)
-    chosen = [prompt for prompt in chosen if not wanted or prompt.category in wanted]
+    chosen = prompts_or_local(prompts, options.names(categories), limit, limit, seed)
     if other_words:
         chosen = reworded(chosen)
     engine = Engine.load(model, dtype=dtype, device=device, prefix_bytes=0)
