@@ -66,7 +66,7 @@ def ratio_line(name: str, ratio: Mapping[str, float | None]) -> str | None:
 
     Args:
         name: What is compared, e.g. "reader/plain".
-        ratio: A row of `summary_of_ratios`.
+        ratio: What `speed_ratios` returns.
 
     Returns:
         The sentence; None if nothing was measured.

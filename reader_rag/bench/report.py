@@ -7,7 +7,7 @@ import platform
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numba
 import torch
@@ -16,25 +16,39 @@ import transformers
 from reader_rag.engine.engine import Engine
 
 
-def ratio(ours: float, theirs: float) -> float | None:
-    """The ratio of two speeds; None if one is 0, which means not measured.
+class TimedRun(Protocol):
+    """A run of a method whose decode steps were timed."""
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that the decode steps emitted."""
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of the decode steps."""
+
+
+def speed(runs: Sequence[TimedRun]) -> float:
+    """Tokens of decode steps per second of decode steps; 0.0 if there were none."""
+    seconds = sum(run.decode_s for run in runs)
+    return sum(run.emitted for run in runs) / seconds if seconds else 0.0
+
+
+def speed_ratios(ours: Sequence[TimedRun], theirs: Sequence[TimedRun]) -> dict[str, float | None]:
+    """Ratios of the speeds of one method to those of another, rounded to three digits.
 
     Args:
-        ours: Tokens per second of one method.
-        theirs: Tokens per second of the other.
+        ours: Runs of the one method.
+        theirs: Runs of the other on the same prompts, in the same order.
+
+    Returns:
+        "median", "min" and "max" over the runs, and "total" over all tokens; None where nothing was measured.
     """
-    return ours / theirs if ours and theirs else None
-
-
-def summary_of_ratios(each: Sequence[float], total: float | None) -> dict[str, float | None]:
-    """Median, least and greatest ratio and the ratio over all tokens, rounded to three digits.
-
-    Args:
-        each: Ratio of speeds on each prompt or group of prompts.
-        total: Ratio of speeds over all tokens.
-    """
-    if not each or total is None:
-        return {"median": None, "min": None, "max": None, "total": None}
+    pairs = [(speed([a]), speed([b])) for a, b in zip(ours, theirs, strict=True)]
+    each = [a / b for a, b in pairs if a and b]
+    if not each:
+        return dict.fromkeys(("median", "min", "max", "total"))
+    total = speed(ours) / speed(theirs)
     found = {"median": statistics.median(each), "min": min(each), "max": max(each), "total": total}
     return {name: round(value, 3) for name, value in found.items()}
 

@@ -75,7 +75,7 @@ def test_only_steps_after_each_request_has_its_first_token_are_timed() -> None:
     # One at a time: the second request has its first token when the first has all of its own.
     group = run_group(ScriptedEngine(at_once=1), [[10], [20]], [5, 4])
     assert group.emitted == 3
-    assert 0 < group.seconds < group.wall_s
+    assert 0 < group.decode_s < group.wall_s
 
 
 def test_a_group_that_pauses_gets_the_same_tokens() -> None:
@@ -90,7 +90,7 @@ def test_a_group_that_pauses_gets_the_same_tokens() -> None:
 def test_a_group_that_ends_with_its_first_tokens_needs_no_turn() -> None:
     engine = ScriptedEngine()
     group = _begin(engine, pausing_group, [[10]], [1], 0.0)
-    assert (group.emitted, group.seconds) == (0, 0.0)
+    assert (group.emitted, group.decode_s) == (0, 0.0)
 
 
 def test_an_aborted_request_ends_where_it_is() -> None:
@@ -136,7 +136,7 @@ def test_prompts_are_grouped_within_their_category() -> None:
 def group_of(seconds: float, *, steps: int, drafted: int = 0, accepted: int = 0) -> Group:
     """One answer of nine tokens."""
     answers = [Answer(list(range(9)), steps, first_s=0.5)]
-    return Group(answers, emitted=8, seconds=seconds, wall_s=seconds + 1, drafted=drafted, accepted=accepted)
+    return Group(answers, emitted=8, decode_s=seconds, wall_s=seconds + 1, drafted=drafted, accepted=accepted)
 
 
 def test_a_report_has_speeds_steps_and_ratios() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reader_rag.bench.generate.peak_memory import PeakMemory
-from reader_rag.bench.report import different, machine, ratio, summary_of_ratios
+from reader_rag.bench.report import different, machine, speed, speed_ratios
 from reader_rag.engine.engine import Engine
 
 _COMPARED = ("plain", "hf", "hf-lookup")
@@ -95,12 +95,6 @@ class Runs:
         }
 
 
-def speed(runs: Sequence[Run]) -> float:
-    """Tokens of decode steps per second of decode steps; 0.0 if there were none."""
-    seconds = sum(run.decode_s for run in runs)
-    return sum(run.emitted for run in runs) / seconds if seconds else 0.0
-
-
 def make_report(
     engine: Engine, ids: Sequence[str], measured: Mapping[str, Runs], chosen: Mapping[str, str], batch: int
 ) -> dict[str, Any]:
@@ -130,11 +124,7 @@ def make_report(
         ours = measured["reader"]
         for other in _COMPARED:
             if other in chosen:
-                theirs = measured[chosen[other]]
-                pairs = [(speed([a]), speed([b])) for a, b in zip(ours.runs, theirs.runs, strict=True)]
-                report["ratios"][f"reader/{other}"] = summary_of_ratios(
-                    [a / b for a, b in pairs if a and b], ratio(ours.decode_tokens_per_s, theirs.decode_tokens_per_s)
-                )
+                report["ratios"][f"reader/{other}"] = speed_ratios(ours.runs, measured[chosen[other]].runs)
     if {"reader", "plain"} <= set(chosen):
         answers = [[tokens for run in measured[name].runs for tokens in run.tokens] for name in ("reader", "plain")]
         report["identical"] = different(ids, *answers)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from reader_rag.bench.report import cpu_name, ratio, summary_of_ratios
+from reader_rag.bench.report import cpu_name, speed, speed_ratios
 from reader_rag.bench.vllm.engine import COMPARED, Group, Options, greedy, margin, pausing_group, run_group
 from reader_rag.bench.vllm.worker import Worker
+from reader_rag.engine import outputs
 from reader_rag.errors import ConfigError
 
 _WARM_UP = "Repeat after me, three times: the early bird catches the worm, and the second mouse gets the cheese. "
@@ -176,7 +177,7 @@ def _report(options: Options, groups: Sequence[list[VllmTask]], measured: dict[s
             "prompts": sum(len(groups[number]) for number in at),
             "methods": {method: _summary(some) for method, some in runs.items()},
             "ratios": {
-                f"reader/{method}": _ratios(runs["reader"], some)
+                f"reader/{method}": speed_ratios(runs["reader"], some)
                 for method, some in runs.items()
                 if method != "reader" and "reader" in runs
             },
@@ -190,7 +191,7 @@ def _summary(groups: Sequence[Group]) -> dict[str, Any]:
     tokens = sum(len(answer.tokens) for answer in answers)
     drafted = sum(group.drafted for group in groups)
     return {
-        "decode_tokens_per_s": round(_speed(groups), 2),
+        "decode_tokens_per_s": round(speed(groups), 2),
         "tokens_per_s_with_prompts": round(tokens / sum(group.wall_s for group in groups), 2),
         "ttft_s": round(statistics.median(answer.first_s for answer in answers), 4),
         "mat": round((tokens - len(answers)) / steps, 3) if steps else 1.0,
@@ -198,17 +199,6 @@ def _summary(groups: Sequence[Group]) -> dict[str, Any]:
         "accepted_share": round(sum(group.accepted for group in groups) / drafted, 3) if drafted else None,
         "tokens": tokens,
     }
-
-
-def _speed(groups: Sequence[Group]) -> float:
-    """All tokens of decode steps / all seconds of decode steps."""
-    seconds = sum(group.seconds for group in groups)
-    return sum(group.emitted for group in groups) / seconds if seconds else 0.0
-
-
-def _ratios(ours: Sequence[Group], theirs: Sequence[Group]) -> dict[str, float | None]:
-    each = [ratio(_speed([a]), _speed([b])) for a, b in zip(ours, theirs, strict=True)]
-    return summary_of_ratios([one for one in each if one is not None], ratio(_speed(ours), _speed(theirs)))
 
 
 def _differences(
@@ -245,9 +235,8 @@ def first_difference(
         `position` in the answer; the tokens `plain` and `other` (None if the answer has ended there); and `margin`, the
         difference of their log-probabilities: 0 is a tie, None is unknown.
     """
-    same = next(
-        (at for at, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found))
-    )
+    same = outputs.first_difference(expected, found)
+    assert same is not None  # the answers differ
     a, b = (tokens[same] if same < len(tokens) else None for tokens in (expected, found))
     preferred = None
     if look and a is not None and b is not None:

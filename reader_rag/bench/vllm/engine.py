@@ -88,7 +88,7 @@ class Group:
     Attributes:
         answers: The answer to each request.
         emitted: Tokens that were emitted after each request had its first, by decode steps alone.
-        seconds: Seconds of those steps.
+        decode_s: Seconds of those steps.
         wall_s: Seconds of everything, prefill included.
         drafted: Drafted tokens that were verified.
         accepted: Drafted tokens that were accepted.
@@ -96,7 +96,7 @@ class Group:
 
     answers: list[Answer]
     emitted: int
-    seconds: float
+    decode_s: float
     wall_s: float
     drafted: int
     accepted: int
