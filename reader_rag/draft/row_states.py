@@ -1,4 +1,4 @@
-"""RowStates: what is known of the requests in the rows of a batch, recognised by their tokens alone."""
+"""RowStates: drafting states of the requests in the rows of a batch, recognised by their tokens alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESERVED = 256
 
 
 class RowStates:
-    """What is known of the requests of a batch, from call to call.
+    """Drafting states of the requests of a batch, kept from call to call.
 
     The engine that owns the batch moves rows as it likes: a row may hold another request than before, requests may
     change rows, leave and come back. So the tokens of each row are compared with what is known: first with the request

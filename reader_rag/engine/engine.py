@@ -69,7 +69,7 @@ class Engine:
         name: As given, or the model's own name.
         target: Computes forward passes of the model.
         prefix_bytes: Size of the prefix cache in bytes.
-        requests: Checks and prepares what `submit` is asked for.
+        requests: Checks the arguments of `submit` and prepares requests.
         scheduler: Decodes the requests; its `limits` may be replaced.
         context: What decoding uses; it belongs to the thread that decodes (`between_steps`).
 

@@ -1,4 +1,4 @@
-"""What one answer is asked for, and how that is checked and prepared."""
+"""Requests: their options, and how they are checked and prepared."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ StoppingCriterion = Callable[[torch.Tensor, None], Any]
 
 
 class RequestOptions(TypedDict, total=False):
-    """What may be asked for besides a prompt, its `SamplingParams` and passages.
+    """Options of a request besides its prompt, `SamplingParams` and passages.
 
     Attributes:
-        tenant: Whose request it is; nothing that is learned or kept of one tenant's text is used for another's.
+        tenant: The request's tenant; nothing learned or kept from one tenant's text is used for another tenant.
         draft: How drafts are made; the engine's `DraftConfig` by default.
         logits_processor: Processors of `transformers`, or functions of (token ids [1, length], scores
             [1, vocabulary]): applied after those of the sampling parameters and before temperature and the like, once
@@ -51,7 +51,7 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """What one answer is asked for, checked and prepared.
+    """A checked and prepared request.
 
     Attributes:
         prompt: The prompt's tokens, text and character offsets.
@@ -59,7 +59,7 @@ class Request:
         draft: How drafts are made.
         sampler: Chooses the tokens.
         passages: Texts that the answer may repeat.
-        tenant: Whose request it is.
+        tenant: The request's tenant.
         criteria: Decide after every token whether to stop.
         constraint: The state of the answer's grammar; None without one.
         recalls: Whether the engine's datastore is searched and may keep the answer.
@@ -81,15 +81,15 @@ class Request:
 
 
 class RequestBuilder:
-    """Checks what an engine is asked for and prepares it whole.
+    """Checks the arguments of a request and prepares it.
 
     Args:
         model: The engine's model.
         tokenizer: Its tokenizer.
-        name: What messages call the model.
-        device: Where logits are computed.
+        name: Name of the model in messages.
+        device: Device of the logits.
         context_window: Most tokens of prompt and answer.
-        draft: How drafts are made unless a request says otherwise.
+        draft: How drafts are made if a request has no `draft` option.
         draft_sources: Make the sources of drafts that every request has besides the built-in ones.
 
     Attributes:
@@ -129,10 +129,10 @@ class RequestBuilder:
         """Make a request of the arguments of `Engine.submit`.
 
         Args:
-            prompt: What to continue.
+            prompt: The prompt.
             params: Length, stop strings, sampling; None: the defaults.
             passages: Texts that the answer may repeat.
-            options: What else is asked for.
+            options: Further options; None: none.
 
         Raises:
             ConfigError: A processor, a criterion, a grammar or a setting cannot be used.
@@ -177,12 +177,12 @@ class RequestBuilder:
         logits_processor: Sequence[Processor] = (),
         constraint: Constraint | None = None,
     ) -> Sampler:
-        """What chooses the tokens of one answer.
+        """Make the sampler of one request.
 
         Args:
-            prompt: What the answer continues.
-            params: Its grammar is held by `constraint`.
-            logits_processor: Processors of the caller's; they are not copied.
+            prompt: The prompt.
+            params: The sampling parameters.
+            logits_processor: The caller's processors; they are not copied.
             constraint: The grammar's state in this answer; None makes a new one where there is a grammar.
 
         Raises:

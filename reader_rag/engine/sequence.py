@@ -45,7 +45,7 @@ class DecodeSequence:
 
     Args:
         context: What it uses of its engine.
-        request: What it is asked for.
+        request: The prepared request.
 
     Attributes:
         request: As given.
@@ -186,8 +186,8 @@ class DecodeSequence:
         if self.learns:
             state.proposer.learn(self.root, tree, logits, top)
         with self._changing, self._callbacks():
-            highest = None if top is None else top.argmax
-            choose = self.request.sampler(Verified(logits, tree, state.proposer.index.sequence, highest))
+            argmax = None if top is None else top.argmax
+            choose = self.request.sampler(Verified(logits, tree, state.proposer.index.sequence, argmax))
             accepted, emitted = accept_path(tree, lambda node: choose(node + 1), self._emit)
             rows = [0, *(node + 1 for node in accepted)]
             state.cache.commit(rows)
@@ -339,7 +339,7 @@ class _State:
     Attributes:
         proposer: As given.
         cache: The KV cache.
-        prefill: Logits of the chunks of the prompt, computed as they are asked for.
+        prefill: Logits of the chunks of the prompt, computed when they are read.
         reused: Leading tokens of the prompt that were taken from the prefix cache.
     """
 

@@ -19,7 +19,7 @@ class Pass:
     """One forward pass over some of a cache's texts, in the order of their rows.
 
     Attributes:
-        order: Which of the texts asked for comes first, second, ...
+        order: Index, in the order of the call, of the sequence in each row of the pass.
         keys: int32 [texts, shown], the position of what each column holds; -1: nothing that may be seen.
         starts: int64 [texts], the column that each text's first row is written to.
         width: Rows of each text.

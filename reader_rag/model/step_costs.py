@@ -24,28 +24,27 @@ from reader_rag.model.interface import TargetModel
 _VERSION = 3
 """Of the forward pass, part of the device of a table; raise it when a step computes otherwise than before."""
 _ROWS = (1, 8, 4, 16, 2, 32, 5, 9, 17, 64, 3, 12, 13, 24, 48, 128)
-"""Sizes that are timed, in this order: the first five say most. The odd ones stand where blocks of rows begin."""
+"""Sizes that are timed, in this order, the most informative ones first. The odd ones are where blocks of rows begin."""
 _CONTEXTS = (64, 1024)
-"""Committed positions that a step is timed behind; the longer only for a few sizes, `_FAR_ROWS`."""
+"""Context lengths of timed steps in committed positions; the longer one only for the sizes of `_FAR_ROWS`."""
 _FAR_ROWS = (1, 8, 32)
 _MOST_ROWS = 512
-"""Positions of a pass over several texts that a cost is known for, beyond what is measured in proportion."""
+"""Most positions of a pass over several sequences that have a cost of their own; further costs are extrapolated."""
 _BUDGET_S, _LEAST_STEPS = 3.0, 5
 _ONCE = 2.5
 """Sizes that take this many times as long as a plain step are timed once only."""
 _LOAD_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.02
-"""Weights of a step in how busy the machine is, which all sizes have in common, and in the cost of its own size."""
+"""Weights of a step in the estimated load of the machine, which all sizes share, and in the cost of its size."""
 _TRIED_WEIGHT = 0.25
-"""Weight in the cost of its own size of a step of a size that is only tried: there are few of them."""
+"""Weight in the cost of its size of an exploratory step; it is greater because there are few of them."""
 _WRONG_WEIGHT = 0.5
-"""Weight in the cost of its own size of a step that took less than half the time: it was measured in a bad moment."""
+"""Weight in the cost of its size of a step that took less than half of it: the cost was measured under load."""
 _EXPLORE_EVERY, _EXPLORE_NODES = 48, 3
-"""After so many drafts in a row that did not pay a small one is tried all the same, so that a bad measurement is found
-out."""
+"""After this many drafts in a row that did not pay, a small one is verified anyway, which corrects wrong costs."""
 _WIDEN_EVERY = 32
-"""One draft in so many is verified to the next measured size, for the same reason."""
+"""One draft in this many is extended to the next measured size, for the same reason."""
 _REST_AFTER, _DRAFT_EVERY = 16, 4
-"""After so many plain steps in a row, one step in so many makes a draft at all."""
+"""After 16 steps in a row without a verified draft, a draft is made in one step of 4 only."""
 
 Float64 = NDArray[np.float64]
 

@@ -21,19 +21,19 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Verified:
-    """What one forward pass found out.
+    """The result of verifying a draft tree in a forward pass.
 
     Attributes:
         logits: [1 + nodes, vocabulary], after the root and after each node.
-        tree: The nodes.
+        tree: The draft tree.
         sequence: int32 [length], prompt and output up to the root, the root included.
-        highest: [1 + nodes], the most probable token after each, if that is known already.
+        argmax: [1 + nodes], the most probable token after each node; None: not computed yet.
     """
 
     logits: torch.Tensor
     tree: DraftTree
     sequence: NDArray[np.int32]
-    highest: Sequence[int] | None = None
+    argmax: Sequence[int] | None = None
 
     def position(self, row: int) -> int:
         """The absolute position of the token that follows a row (0: the root, n: node n - 1)."""
@@ -68,8 +68,8 @@ class Sampler(Protocol):
 
 def greedy(verified: Verified) -> Callable[[int], int]:
     """The most probable token everywhere (of equal ones, the first)."""
-    if verified.highest is not None:
-        return verified.highest.__getitem__
+    if verified.argmax is not None:
+        return verified.argmax.__getitem__
     logits = verified.logits
     # On the CPU NumPy's argmax: the threads that PyTorch would wake spin for a while, in the way of the next step's.
     alike = logits.device.type == "cpu" and logits.dtype == torch.float32

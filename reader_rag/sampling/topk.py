@@ -60,13 +60,13 @@ def rank_passes(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[Top
     """
     ranked = [_ranked(group[0] if len(group) == 1 else torch.cat(group), learns) for group in _groups(passes)]
     tokens = torch.cat(ranked).to("cpu", torch.int32).numpy()
-    highest = tokens[:, 0].tolist()
+    argmax = tokens[:, 0].tolist()
     best = _filled(np.ascontiguousarray(tokens[:, 1:])) if learns else None
     start = 0
     for logits in passes:
         rows = slice(start, start + len(logits))
         start = rows.stop
-        yield TopK(highest[rows], None if best is None else best[rows])
+        yield TopK(argmax[rows], None if best is None else best[rows])
 
 
 def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -82,8 +82,8 @@ def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _ranked(logits: torch.Tensor, learns: bool) -> torch.Tensor:
     """int64 [rows, 1 + best], the first of the most probable tokens, and the best in any order of equal ones."""
-    highest = logits.argmax(-1, keepdim=True)
-    return torch.cat([highest, _highest_places(logits)], dim=-1) if learns else highest
+    argmax = logits.argmax(-1, keepdim=True)
+    return torch.cat([argmax, _highest_places(logits)], dim=-1) if learns else argmax
 
 
 def _highest_places(logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A replay told step by step: the tree, what was accepted, and where it came from."""
+"""A replay explained step by step: the tree, the accepted nodes, and their sources."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def chain(text: str, sources: Sequence[int], positions: Sequence[int], probabili
     )
 
 
-def told(trace: Trace, *steps: Step) -> list[str]:
+def explained_text(trace: Trace, *steps: Step) -> list[str]:
     return list(explain(trace, steps, show))
 
 
 def origins(trace: Trace, *steps: Step) -> list[str]:
     """The lines that say where accepted tokens came from."""
-    return [line.removeprefix("  = ") for line in told(trace, *steps) if line.startswith("  = ")]
+    return [line.removeprefix("  = ") for line in explained_text(trace, *steps) if line.startswith("  = ")]
 
 
 def copied(text: str, source: int, places: Sequence[Occurrence | None]) -> Step:
@@ -67,7 +67,7 @@ def test_a_step_is_told_in_a_line_then_its_tree_then_where_the_accepted_tokens_c
     trace = Trace("t", "a", ids("kabcda"), ids("bce"))
     step = Step(0, tree, (0, 1), ids("bce"), (Occurrence(None, 2), Occurrence(None, 3)))
     # 0.6 + 0.4 + 0.25 + 0.125 = 1.375: an even last digit is rounded to.
-    assert told(trace, step) == [
+    assert explained_text(trace, step) == [
         "step 1, token 0: 2 of 4 drafted tokens accepted (1.38 expected), 3 emitted: 'bce'",
         "  + 'b' p=0.600 context@2 match=1",
         "  +   'c' p=0.400 context@3 match=2",
@@ -81,7 +81,7 @@ def test_a_step_is_told_in_a_line_then_its_tree_then_where_the_accepted_tokens_c
 def test_steps_are_numbered_and_named_by_the_place_of_their_first_token_in_the_answer() -> None:
     trace = Trace("t", "a", ids("a"), ids("bcd"))
     steps = [Step(at, DraftTree.empty(), (), ids("bcd")[at : at + 1], ()) for at in range(3)]
-    assert told(trace, *steps) == [
+    assert explained_text(trace, *steps) == [
         "step 1, token 0: 0 of 0 drafted tokens accepted (0.00 expected), 1 emitted: 'b'",
         "",
         "step 2, token 1: 0 of 0 drafted tokens accepted (0.00 expected), 1 emitted: 'c'",
@@ -89,7 +89,7 @@ def test_steps_are_numbered_and_named_by_the_place_of_their_first_token_in_the_a
         "step 3, token 2: 0 of 0 drafted tokens accepted (0.00 expected), 1 emitted: 'd'",
         "",
     ]
-    assert told(trace) == []
+    assert explained_text(trace) == []
 
 
 def test_four_tokens_are_shown_on_either_side_of_what_was_copied() -> None:
@@ -163,7 +163,7 @@ def test_a_replayed_answer_is_told_from_prompt_answer_passage_and_successor() ->
     best[0, 0] = LETTERS.index("w")
     tally = Tally()
     steps = Replayer(ReplayConfig(nodes=2, calibrates=False), {"t": best}).run(trace, tally)
-    lines = told(trace, *steps)
+    lines = explained_text(trace, *steps)
     assert [line.rpartition(": ")[2] for line in lines if line.startswith("step")] == [
         "'bcz'",
         "'y'",

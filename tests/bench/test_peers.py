@@ -109,8 +109,8 @@ def test_without_the_library_its_rows_are_left_out_and_a_line_says_how_to_get_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    told: list[str] = []
-    results, notes = replay_peers([SINGLE], told.append)
+    reported: list[str] = []
+    results, notes = replay_peers([SINGLE], reported.append)
     assert list(results) == [
         "prompt-lookup",
         "vllm-ngram",
@@ -118,7 +118,7 @@ def test_without_the_library_its_rows_are_left_out_and_a_line_says_how_to_get_th
         "oracle: best copy after a match",
         "oracle: best copy",
     ]
-    assert told == [f"{name}: a" for name in results]
+    assert reported == [f"{name}: a" for name in results]
     assert len(notes) == 1
     assert "pip install reader-rag[peers]" in notes[0]
 

@@ -299,7 +299,7 @@ def test_a_profile_from_a_file_is_used_and_named(traces: Path, top8: Path, tmp_p
     assert replayed(traces, "--top8", top8, "--profile", path)["profile"] == "my model"
     assert "profile my model" in bench("replay", traces, "--top8", top8, "--profile", path).stdout
     assert replayed(traces, "--top8", top8, "--profile", "none")["profile"] is None
-    # Copies alone have no use for it.
+    # Copies alone do not use it.
     assert replayed(traces, "--top8", top8, "--profile", path, "--sources", "context")["profile"] is None
 
 
@@ -488,7 +488,7 @@ def test_calibrate_writes_the_file_that_it_names(traces: Path, tmp_path: Path) -
 
 
 def test_the_cost_of_drafting_is_reported_in_all_its_parts(traces: Path, top8: Path) -> None:
-    result = bench("drafting", traces, "--top8", top8, "--json")  # the category rag, unless told otherwise
+    result = bench("drafting", traces, "--top8", top8, "--json")  # the category rag, the default
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     drafts = report.pop("drafts")

@@ -165,8 +165,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _event(self, *choices: Any, **more: Any) -> dict[str, Any]:
         model = self.asked.body["model"]
-        told = {"id": "c-1", "object": "x", "created": 1, "model": model, "usage": self.script.usage}
-        return told | {"choices": list(choices)} | more
+        reported_values = {"id": "c-1", "object": "x", "created": 1, "model": model, "usage": self.script.usage}
+        return reported_values | {"choices": list(choices)} | more
 
 
 class _Server(ThreadingHTTPServer):

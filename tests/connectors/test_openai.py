@@ -121,10 +121,10 @@ def test_a_stream_ends_with_the_report(script: Script, url: str) -> None:
         "usage": {"prompt_tokens": 40, "completion_tokens": 5},
         "finish_reason": "stop",
     }
-    told = last.additional_kwargs
-    assert (told["prompt_tokens"], told["completion_tokens"]) == (40, 5)
-    assert set(told) == {"prompt_tokens", "completion_tokens", "ttft_s", "tokens_per_s"}
-    assert told["ttft_s"] > 0.0
+    reported = last.additional_kwargs
+    assert (reported["prompt_tokens"], reported["completion_tokens"]) == (40, 5)
+    assert set(reported) == {"prompt_tokens", "completion_tokens", "ttft_s", "tokens_per_s"}
+    assert reported["ttft_s"] > 0.0
     (body,) = script.bodies(CHAT)
     assert body["messages"] == [{"role": "user", "content": "Hello?"}]
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("bird", 7, 0.0)

@@ -279,7 +279,7 @@ class TestSettings:
         assert not ProposerSettings().keep_answers
 
     @pytest.mark.parametrize(
-        ("given", "told"),
+        ("given", "message"),
         [
             ({"data_store": "x"}, "unknown argument 'data_store'; did you mean 'datastore'"),
             ([], "object of settings"),
@@ -295,23 +295,23 @@ class TestSettings:
             ({"profile": "/nowhere/profile.npz"}, "/nowhere/profile.npz is not a readable profile"),
         ],
     )
-    def test_an_invalid_setting_raises_one_line_when_the_engine_starts(self, given: Any, told: str) -> None:
+    def test_an_invalid_setting_raises_one_line_when_the_engine_starts(self, given: Any, message: str) -> None:
         made = config()
         made.additional_config = {"reader_rag": given}
-        with pytest.raises(ConfigError, match=told) as caught:
+        with pytest.raises(ConfigError, match=message) as caught:
             ReaderProposer(made)
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize(
-        ("options", "told"),
+        ("options", "message"),
         [
             ({"longest": 0}, "must be 1..198, not 0"),
             ({"longest": 199}, "must be 1..198, not 199: the engine has max_model_len 200"),
             ({"longest": 16, "batched": 16}, "must be 1..15, not 16: .* max_num_batched_tokens 16"),
         ],
     )
-    def test_a_draft_that_the_engine_cannot_verify_is_refused(self, options: dict[str, int], told: str) -> None:
-        with pytest.raises(ConfigError, match=told):
+    def test_a_draft_that_the_engine_cannot_verify_is_refused(self, options: dict[str, int], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
             ReaderProposer(config(**options))
 
     def test_prompts_without_tokens_are_refused(self) -> None:

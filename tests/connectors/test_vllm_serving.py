@@ -245,7 +245,7 @@ def test_an_engine_that_cannot_start_raises_one_line(options: Options, tmp_path:
     wrong = Options(options.model, "float32", 1, LENGTH, 8, datastore=str(tmp_path / "none"), eager=True)
     with (
         Worker(wrong, "reader") as worker,
-        pytest.raises(ConfigError, match="vLLM does not start: no datastore at") as told,
+        pytest.raises(ConfigError, match="vLLM does not start: no datastore at") as reported,
     ):
         worker.wait()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(reported.value)

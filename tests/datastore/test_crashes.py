@@ -186,7 +186,7 @@ def test_a_full_disk_is_reported_and_the_next_commit_works(tmp_path: Path) -> No
         store.add("b", [4, 5, 6])
         with pytest.raises(DatastoreWriteError, match="No space left on device; free some space and commit again"):
             store.commit()
-        assert store.searcher([""]).count([4, 5]) == 1  # it is searchable all the same
+        assert store.searcher([""]).count([4, 5]) == 1  # it is searchable nevertheless
         with open_store(tmp_path / "s", read_only=True) as reader:
             assert contents(reader) == {"a": [1, 2, 3]}
         files._fail_at = None

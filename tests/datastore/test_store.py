@@ -215,9 +215,9 @@ def test_an_interrupted_build_is_resumed(tmp_path: Path) -> None:
         store.add_many(broken_off(), segment_tokens=100)
     with open_store(tmp_path / "s") as store:
         assert len(store.documents()) == 40
-        told: list[int] = []
-        assert store.add_many(corpus, segment_tokens=100, progress=told.append) == 60
-        assert told[-1] == 400
+        reported: list[int] = []
+        assert store.add_many(corpus, segment_tokens=100, progress=reported.append) == 60
+        assert reported[-1] == 400
         assert store.add_many(corpus) == 0
         assert contents(store) == dict(corpus)
 

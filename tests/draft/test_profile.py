@@ -1,4 +1,4 @@
-"""What is known of a model beforehand is kept in a file, and only used for text of its vocabulary."""
+"""A profile of a model is kept in a file, and only used for text of its vocabulary."""
 
 from __future__ import annotations
 

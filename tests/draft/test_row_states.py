@@ -12,7 +12,7 @@ from reader_rag.draft.row_states import RowStates
 
 
 class Batch:
-    """Rows with texts, and what is known of them."""
+    """Rows with texts, and their drafting states."""
 
     def __init__(self, rows: int, **options: int) -> None:
         self.texts = np.zeros((rows, 400), np.int32)

@@ -71,7 +71,7 @@ def test_assumed_steps_take_a_little_more_for_each_position(
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"format": "other"}, "does not hold step costs of version 1"),
         ({"version": 2}, "does not hold step costs of version 1"),
@@ -86,12 +86,12 @@ def test_assumed_steps_take_a_little_more_for_each_position(
         ({"model": ...}, "measure them again"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "costs.json"
     TABLE.write(path)
     held = {name: value for name, value in (json.loads(path.read_text()) | changes).items() if value is not ...}
     path.write_text(json.dumps(held))
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         StepTable.read(path)
     assert "\n" not in str(caught.value)
 

@@ -194,9 +194,9 @@ class TestSwitchingOff:
             result = generate(engine, failing)
         assert result.token_ids == plain.token_ids
         assert result.stats.steps == TOKENS - 1
-        told = [str(warning.message) for warning in caught if issubclass(warning.category, ReaderWarning)]
-        assert len(told) == 1
-        assert re.search(rf"draft source {source.__name__} is switched off for this request: .*{reason}", told[0])
+        reported = [str(warning.message) for warning in caught if issubclass(warning.category, ReaderWarning)]
+        assert len(reported) == 1
+        assert re.search(rf"draft source {source.__name__} is switched off for this request: .*{reason}", reported[0])
         assert failing.forgotten == 1
 
     def test_it_is_asked_again_in_the_next_request(self, engine: Engine, plain: Generation) -> None:

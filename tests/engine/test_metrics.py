@@ -1,4 +1,4 @@
-"""What Prometheus is told: by hand-made reports, and by an engine that answers, fails and is left alone."""
+"""Metrics for Prometheus: of hand-made reports, and of an engine whose requests finish, fail and are cancelled."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Ends(Observer):
 
 
 @pytest.fixture
-def told(tiny_engine: Engine) -> Iterator[Ends]:
+def reported_values(tiny_engine: Engine) -> Iterator[Ends]:
     ends = Ends()
     tiny_engine.observers.append(ends)
     yield ends
@@ -173,26 +173,26 @@ LONG = SamplingParams(max_tokens=1000, ignore_eos=True)
 
 
 class TestEndsAreToldOnce:
-    def test_a_finished_answer(self, tiny_engine: Engine, told: Ends) -> None:
+    def test_a_finished_answer(self, tiny_engine: Engine, reported_values: Ends) -> None:
         with tiny_engine.submit(tiny_engine.encode("the garden"), EIGHT) as stream:
             for _ in stream:
                 pass
             assert next(stream, None) is None
             stream.close()
-        assert told.ends == [("length", stream.result.stats)]
+        assert reported_values.ends == [("length", stream.result.stats)]
         assert stream.result.stats.completion_tokens == 8
 
-    def test_a_stream_that_is_closed_early(self, tiny_engine: Engine, told: Ends) -> None:
+    def test_a_stream_that_is_closed_early(self, tiny_engine: Engine, reported_values: Ends) -> None:
         stream = tiny_engine.submit(tiny_engine.encode("the garden"), LONG)
         next(stream)
         stream.close()
         stream.close()
         tiny_engine.between_steps(lambda: None)
         assert next(stream, None) is None
-        assert told.outcomes == ["cancelled"]
-        assert told.ends[0][1].completion_tokens >= 1
+        assert reported_values.outcomes == ["cancelled"]
+        assert reported_values.ends[0][1].completion_tokens >= 1
 
-    def test_a_stream_that_is_closed_in_the_queue(self, tiny_engine: Engine, told: Ends) -> None:
+    def test_a_stream_that_is_closed_in_the_queue(self, tiny_engine: Engine, reported_values: Ends) -> None:
         def submit_and_close() -> None:
             stream.append(others.submit(tiny_engine.submit, tiny_engine.encode("the garden"), EIGHT).result(timeout=60))
             stream[0].close()
@@ -201,11 +201,13 @@ class TestEndsAreToldOnce:
         with ThreadPoolExecutor(1) as others:
             tiny_engine.between_steps(submit_and_close)
         tiny_engine.between_steps(lambda: None)
-        assert told.outcomes == ["cancelled"]
+        assert reported_values.outcomes == ["cancelled"]
         assert stream[0].result.token_ids == ()
 
     @pytest.mark.parametrize("error", [ValueError, ZeroDivisionError])
-    def test_an_answer_that_breaks_off(self, tiny_engine: Engine, told: Ends, error: type[BaseException]) -> None:
+    def test_an_answer_that_breaks_off(
+        self, tiny_engine: Engine, reported_values: Ends, error: type[BaseException]
+    ) -> None:
         def fails(ids: Any, scores: Any) -> bool:
             raise error
 
@@ -215,9 +217,9 @@ class TestEndsAreToldOnce:
         ):
             next(stream)
         tiny_engine.between_steps(lambda: None)
-        assert told.outcomes == ["failed"]
+        assert reported_values.outcomes == ["failed"]
 
-    def test_a_stream_that_its_own_observer_closes(self, tiny_engine: Engine, told: Ends) -> None:
+    def test_a_stream_that_its_own_observer_closes(self, tiny_engine: Engine, reported_values: Ends) -> None:
         class Closes(Observer):
             def answered(self, stats: Stats, outcome: Outcome) -> None:
                 stream.close()
@@ -229,9 +231,11 @@ class TestEndsAreToldOnce:
             list(stream)
         finally:
             tiny_engine.observers.remove(closes)
-        assert told.outcomes == ["length"]
+        assert reported_values.outcomes == ["length"]
 
-    def test_one_that_gives_up_waiting_and_one_that_is_decoded(self, tiny_engine: Engine, told: Ends) -> None:
+    def test_one_that_gives_up_waiting_and_one_that_is_decoded(
+        self, tiny_engine: Engine, reported_values: Ends
+    ) -> None:
         scheduler = Scheduler(tiny_engine.context, BatchConfig(max_rows=1), 0)
         asked = [tiny_engine.requests.build(tiny_engine.encode(text), EIGHT) for text in ("the garden", "the tree")]
         started, goes_on = threading.Event(), threading.Event()
@@ -256,10 +260,10 @@ class TestEndsAreToldOnce:
             tiny_engine.observers.remove(blocks)
         assert sum(len(chunk.token_ids) for chunk in first) == 8
         scheduler.close()
-        assert sorted(told.outcomes) == ["cancelled", "length"]
-        assert [(load.running, load.waiting) for load in told.loads[-3:]] == [(1, 1), (1, 0), (0, 0)]
-        assert told.loads[-1].cache_bytes == 0
-        waited = {outcome: stats.queue_s for outcome, stats in told.ends}
+        assert sorted(reported_values.outcomes) == ["cancelled", "length"]
+        assert [(load.running, load.waiting) for load in reported_values.loads[-3:]] == [(1, 1), (1, 0), (0, 0)]
+        assert reported_values.loads[-1].cache_bytes == 0
+        waited = {outcome: stats.queue_s for outcome, stats in reported_values.ends}
         assert waited["cancelled"] > 0.0
 
     def test_metrics_of_an_engine(self, tiny_engine: Engine, registry: CollectorRegistry) -> None:
@@ -269,7 +273,7 @@ class TestEndsAreToldOnce:
             prompt = tiny_engine.encode("the garden and the tree")
             alone = tiny_engine.generate(prompt, EIGHT)
             (together,) = tiny_engine.generate([prompt], EIGHT)
-            tiny_engine.close()  # its thread has told all
+            tiny_engine.close()  # its thread has reported everything
         finally:
             tiny_engine.observers.remove(metrics)
         assert alone.token_ids == together.token_ids

@@ -391,7 +391,7 @@ class TestEnds:
         good = [engine.submit(prompt, generation) for generation in ASKED]
         with pytest.raises(ValueError, match="no more than twelve"):
             drained(bad)
-        assert list(bad) == []  # it is told once
+        assert list(bad) == []  # the error is raised once
         for stream, generation in zip(good, ASKED, strict=True):
             assert drained(stream).token_ids == alone(engine, prompt, generation).token_ids
         assert (held(caches), engine.busy) == (before, IDLE)
@@ -453,7 +453,7 @@ class TestEnds:
             del bad, other
             assert requests[1]() is None
             assert str(caught.value) == "no more than four"
-            assert "in fails\n" in caught.value.__notes__[0]  # where it was raised is told all the same
+            assert "in fails\n" in caught.value.__notes__[0]  # the note says where it was raised
             del caught  # which has the frames of its reader
             assert requests[0]() is None
         finally:
@@ -716,17 +716,17 @@ class TestOffline:
 
 class TestObservers:
     def test_they_are_told(self, make_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
-        told: list[tuple[str, Any]] = []
+        reported: list[tuple[str, Any]] = []
 
         class Notes(Observer):
             def stepped(self, report: Any) -> None:
-                told.append(("stepped", report))
+                reported.append(("stepped", report))
 
             def answered(self, stats: Any, outcome: str) -> None:
-                told.append((outcome, stats))
+                reported.append((outcome, stats))
 
             def loaded(self, load: Load) -> None:
-                told.append(("loaded", load))
+                reported.append(("loaded", load))
                 raise RuntimeError("an observer's own bug")
 
         engine = make_engine(by_hand=True)
@@ -735,12 +735,12 @@ class TestObservers:
         turn(engine)
         closed.close()
         drain(engine)
-        reports = [report for name, report in told if name == "stepped"]
+        reports = [report for name, report in reported if name == "stepped"]
         assert sum(sum(report.emitted) for report in reports) == len(drained(done).token_ids) - 1
         accepted = sum(sum(sources.values()) for report in reports for sources in report.accepted)
         assert accepted == done.result.stats.accepted > 0
-        assert [name for name, _ in told if name in ("length", "cancelled")] == ["cancelled", "length"]
-        assert told[-1] == ("loaded", IDLE)
+        assert [name for name, _ in reported if name in ("length", "cancelled")] == ["cancelled", "length"]
+        assert reported[-1] == ("loaded", IDLE)
         assert "an observer's own bug" in caplog.text
 
 

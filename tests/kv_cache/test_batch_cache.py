@@ -1,4 +1,4 @@
-"""Several texts share a cache: each gets exactly what a list of its own would hold, in bounded memory."""
+"""Several sequences share a cache: each gets the entries that a cache of its own would have, in bounded memory."""
 
 from __future__ import annotations
 

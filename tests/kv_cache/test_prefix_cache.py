@@ -189,7 +189,7 @@ def test_other_errors_are_not_hidden() -> None:
 
 
 class Twin:
-    """The same store without a trie: every beginning held, with when it was used."""
+    """A reference prefix cache without a trie: every prefix, with the time of its last use."""
 
     def __init__(self, most: int, block: int) -> None:
         self.most = most

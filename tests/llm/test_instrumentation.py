@@ -116,8 +116,8 @@ async def test_a_query_gives_a_span_with_the_figures_of_its_answer(
 def test_completions_are_told_of_too(llm: ReaderLLM, exporter: InMemorySpanExporter) -> None:
     llm.complete("Who?", max_tokens=2)
     list(llm.stream_complete("Who?"))
-    told = {name: figures["finish_reason"] for name, figures in answers(spans_of(exporter))}
-    assert told == {"ReaderLLM.complete": "length", "ReaderLLM.answer": "stop"}
+    reported = {name: figures["finish_reason"] for name, figures in answers(spans_of(exporter))}
+    assert reported == {"ReaderLLM.complete": "length", "ReaderLLM.answer": "stop"}
 
 
 def test_all_figures_are_plain_values_under_their_own_names(

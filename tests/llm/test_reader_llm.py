@@ -476,7 +476,7 @@ class TestFailureAndClosing:
                 return (await llm.acomplete("Hi")).text
             return [part.text async for part in await llm.astream_complete("Hi")][-1]
 
-        engine.may_step.clear()  # a step fails after 20 s unless somebody else on this loop lets it go on
+        engine.may_step.clear()  # a step fails after 20 s unless another task of this loop lets it continue
         task = asyncio.create_task(answer())
         while not engine.step_begun.is_set():
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Structured predictions: what the model is asked, what becomes of its answer, whole, in parts and cut off."""
+"""Structured predictions: their prompts, and the objects of whole, partial and truncated answers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ TOKENS = 48
 
 
 def made(model: PreTrainedModel, **options: Any) -> tuple[Engine, list[str]]:
-    """An engine that verifies all that it drafts, and what it told."""
+    """An engine that verifies all that it drafts, and what it reported."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = Engine(model, NoText(), draft=DraftConfig(max_nodes=16), **options)  # type: ignore[arg-type]

@@ -84,9 +84,9 @@ def test_progress_is_told_after_each_pass_up_to_the_whole_vocabulary(
 ) -> None:
     size = len(tiny_engine.tokenizer)
     monkeypatch.setattr(profiling, "_AT_ONCE", 200)
-    told: list[tuple[int, int]] = []
-    profile_of(tiny_engine, progress=lambda done, of: told.append((done, of)))
-    assert told == [(200, size), (size, size)]
+    reported: list[tuple[int, int]] = []
+    profile_of(tiny_engine, progress=lambda done, of: reported.append((done, of)))
+    assert reported == [(200, size), (size, size)]
 
 
 def test_a_saved_profile_is_loaded_as_it_was_and_fits_what_the_model_says_greedily(

@@ -1,4 +1,4 @@
-"""A model folder is made whole or not at all, once, whoever asks and whatever goes wrong."""
+"""A model folder is made completely or not at all, and only once, also by several processes and after failures."""
 
 from __future__ import annotations
 

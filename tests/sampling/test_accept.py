@@ -70,14 +70,14 @@ def test_without_a_draft_the_targets_token_alone_is_emitted() -> None:
 @pytest.mark.parametrize(("ends", "asked"), [((), [-1, 0, 2]), ((6,), [-1, 0]), ((5,), [-1]), ((9,), [-1, 0, 2])])
 def test_nothing_is_asked_behind_an_end(tree: DraftTree, ends: tuple[int, ...], asked: list[int]) -> None:
     target = Target({-1: 5, 0: 6, 2: 9})
-    told: list[int] = []
+    reported: list[int] = []
 
     def ended(token: int) -> bool:
-        told.append(token)
+        reported.append(token)
         return token in ends
 
     accepted, emitted = accept_path(tree, target, ended)
     assert target.asked == asked
     assert emitted == [5, 6, 9][: len(asked)]
     assert accepted == [0, 2][: len(asked)]
-    assert told == emitted
+    assert reported == emitted

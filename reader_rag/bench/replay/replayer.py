@@ -156,7 +156,7 @@ class Replayer:
     Args:
         config: What is replayed.
         best: The target's best next tokens; a trace without them is drafted without successors.
-        profile: What is known of the model beforehand.
+        profile: The model's profile; None: there is none.
         calibration: Starts as this instead of the shipped counts.
         datastore: Searched too, as requests of no named tenant search it; None: there is none.
 

@@ -1,1 +1,1 @@
-"""From a question to an answer, what is known of it, and plain decoding beside it."""
+"""Answers of the programs: citations, statistics, and comparison with plain decoding."""

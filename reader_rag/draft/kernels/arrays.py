@@ -106,7 +106,7 @@ class Limits(NamedTuple):
 
 
 class RowArrays(NamedTuple):
-    """What is known of the requests in the rows of a batch; see `kernels.rows`.
+    """The drafting states of the requests in the rows of a batch (`kernels.rows`).
 
     Attributes:
         states: int64 [states, COLUMNS].

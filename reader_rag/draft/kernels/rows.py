@@ -1,7 +1,7 @@
-"""Loops over the rows of a batch whose tokens come as one array: which request a row holds, and what it grew by.
+"""Loops over the rows of a batch of token arrays, which find the request of each row and its new tokens.
 
-A *state* is what is known of one request: an index of its last tokens (see `kernels.context`), the matches of its end,
-and the chain that was drafted last (see `kernels.chains`). States are rows of one table; their arrays are passed by
+A *state* is the drafting state of one request: an index of its last tokens (`kernels.context`), the matches of its end,
+and the chain that was drafted last (`kernels.chains`). States are rows of one table; their arrays are passed by
 address. A row has no request id: a state belongs to a row if the row's tokens begin with the state's tokens.
 """
 

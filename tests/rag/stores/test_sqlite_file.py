@@ -33,7 +33,7 @@ MakeNode = Callable[..., TextNode]
 Write = Callable[[str, str | bytes], Path]
 
 # What child processes run first (the file alone: it starts faster than the whole store): more nodes than SQLite keeps
-# in memory when it is told to keep few.
+# in memory when its limit is low.
 CHILD = """
 import os, resource, signal, sys
 from pathlib import Path
