@@ -234,7 +234,9 @@ class Namespace:
                     segment = open_segment(self.folder / entry.file, self.identity, entry.crc)
                 last = entry.tombstones[-1] if entry.tombstones else -1
                 if segment.document_count != entry.documents or last >= segment.document_count:
-                    raise DatastoreCorruptError(f"{self.folder / entry.file} does not match its manifest")
+                    raise DatastoreCorruptError(
+                        f"{self.folder / entry.file} does not match its manifest: restore it, or build it again"
+                    )
             except DatastoreCorruptError as error:
                 damaged.append(str(error))
                 continue

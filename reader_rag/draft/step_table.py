@@ -93,18 +93,18 @@ class StepTable:
         """
         advice = "measure them again, or leave the setting out"
         try:
-            held: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as cause:
             raise ConfigError(f"cannot read step costs from {path}: {cause}; {advice}") from cause
-        if not isinstance(held, dict) or held.get("format") != FORMAT or held.get("version") != VERSION:
+        if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ConfigError(f"{path} does not hold step costs of version {VERSION}: {advice}")
         try:
             return cls(
-                _integers(held["rows"]),
-                _integers(held["drafted"]),
-                tuple(tuple(float(value) for value in line) for line in held["seconds"]),
-                **{name: str(held[name]) for name in _FIELDS},
-                context_seconds=tuple(float(value) for value in held.get("context_seconds", ())),
+                _integers(content["rows"]),
+                _integers(content["drafted"]),
+                tuple(tuple(float(value) for value in line) for line in content["seconds"]),
+                **{name: str(content[name]) for name in _FIELDS},
+                context_seconds=tuple(float(value) for value in content.get("context_seconds", ())),
             )
         except (KeyError, TypeError, ValueError) as cause:
             raise ConfigError(f"{path}: {cause}; {advice}") from cause
@@ -115,14 +115,14 @@ class StepTable:
         Raises:
             OSError: It cannot be written.
         """
-        held = {
+        content = {
             "format": FORMAT,
             "version": VERSION,
             **{name: getattr(self, name) for name in (*_FIELDS, "rows", "drafted", "seconds")},
             **({"context_seconds": self.context_seconds} if self.context_seconds else {}),
         }
         with atomic_path(Path(path)) as partial:
-            partial.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def times(self, rows: int, most: int) -> Float64:
         """Seconds of steps over so many rows, by the positions that they have in all.

@@ -55,9 +55,9 @@ class Responses:
             message=message, delta=delta, logprobs=self._logprobs(logprobs), raw=raw, additional_kwargs=figures
         )
 
-    def _logprobs(self, held: Sequence[TokenLogprobs]) -> list[list[LogProb]] | None:
+    def _logprobs(self, token_logprobs: Sequence[TokenLogprobs]) -> list[list[LogProb]] | None:
         """For each token a list: the token itself, then the most probable others."""
-        if not held:
+        if not token_logprobs:
             return None
 
         def one(token: int, logprob: float) -> LogProb:
@@ -65,7 +65,8 @@ class Responses:
             return LogProb(token=text, logprob=logprob, bytes=list(text.encode()))
 
         return [
-            [one(of.token_id, of.logprob), *(one(*other) for other in of.top if other[0] != of.token_id)] for of in held
+            [one(of.token_id, of.logprob), *(one(*other) for other in of.top if other[0] != of.token_id)]
+            for of in token_logprobs
         ]
 
     def _report(self, done: Generation | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:

@@ -126,12 +126,12 @@ def recall(
     from reader_rag.bench.replay.replayer import ReplayConfig
 
     config = ReplayConfig(nodes=nodes)
-    recorded, best, held, notes = _read(traces, top8, profile, categories, limit, config)
+    recorded, best, found_profile, notes = _read(traces, top8, profile, categories, limit, config)
     if known is None:
         before, asked = halves(recorded)
     else:
         before, asked = read_traces(known, [], None), recorded
-    report = measure_recall(before, asked, config, best, held) | {"notes": notes}
+    report = measure_recall(before, asked, config, best, found_profile) | {"notes": notes}
     print_report(report, as_json, _show_recall)
 
 
@@ -242,8 +242,8 @@ def reliability(tallies: Any) -> dict[str, Any]:
     Returns:
         `{"bins": [{"predicted", "observed", "nodes"}], "mean_gap"}`; the gap over bins of 200 nodes or more.
     """
-    held: list[Tally] = list(tallies)
-    predicted, right, judged = (sum(getattr(t, name) for t in held) for name in ("predicted", "right", "judged"))
+    counted: list[Tally] = list(tallies)
+    predicted, right, judged = (sum(getattr(t, name) for t in counted) for name in ("predicted", "right", "judged"))
     bins = [
         {"predicted": round(p / n, 4), "observed": round(r / n, 4), "nodes": int(n)}
         for p, r, n in zip(predicted, right, judged, strict=True)
@@ -291,12 +291,12 @@ def _profile(name: str, traces: Sequence[Trace]) -> Profile | None:
     if name == "none":
         return None
     if name != "auto":
-        held = Profile.load(Path(name))
-        if max(max(trace.prompt) for trace in traces) >= len(held.tokens):
+        loaded = Profile.load(Path(name))
+        if max(max(trace.prompt) for trace in traces) >= len(loaded.tokens):
             raise ConfigError(f"--profile {name} is of another vocabulary than {traces[0].id}")
-        return held
+        return loaded
     prompts = [trace.prompt for trace in traces]
-    return next((held for held in profiles(cache_folder() / "profiles") if held.fits(prompts)), None)
+    return next((one for one in profiles(cache_folder() / "profiles") if one.fits(prompts)), None)
 
 
 def _ablation(

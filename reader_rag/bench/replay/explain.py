@@ -60,8 +60,8 @@ def _goes_on(place: Occurrence | None, following: Occurrence | None) -> bool:
 
 
 def _where(trace: Trace, first: Occurrence, last: Occurrence, show: Callable[[Sequence[int]], str]) -> str:
-    apart = (held for held in trace.passages if first.apart and held.stop is None and held.id == first.passage_id)
-    text = next((held.tokens for held in apart), None)
+    apart = (one for one in trace.passages if first.apart and one.stop is None and one.id == first.passage_id)
+    text = next((one.tokens for one in apart), None)
     where = f"tokens {first.position} to {last.position}"
     if text is None:
         text = (*trace.prompt, *trace.output)

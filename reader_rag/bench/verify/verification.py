@@ -185,6 +185,6 @@ def _compare(
         def text(tokens: tuple[int, ...]) -> str:
             return str(engine.tokenizer.decode(list(tokens[position : position + 1])))
 
-        held = plain.margins[position] if position < len(plain.margins) else math.inf
-        margin = held if math.isfinite(held) else None
+        recorded = plain.margins[position] if position < len(plain.margins) else math.inf
+        margin = recorded if math.isfinite(recorded) else None
         outcome.differences.append(Difference(name, seed, position, text(plain.tokens), text(reader.tokens), margin))
