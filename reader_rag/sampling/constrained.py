@@ -148,16 +148,6 @@ class GrammarState:
         self._address = self._bits.ctypes.data
         self._bounds = torch.from_numpy(_BOUNDS)
 
-    @property
-    def finished(self) -> bool:
-        """Whether nothing but the end of the answer may follow, or it has ended.
-
-        Raises:
-            GrammarError: The grammar cannot be followed any further.
-        """
-        self._check()
-        return self._ended or self._matcher.is_stopped()
-
     def follow(self, tokens: Iterable[int]) -> None:
         """Go on behind tokens that were emitted.
 

@@ -250,7 +250,6 @@ class TestMask:
                 # One text goes on here, and of its spellings only one is allowed.
                 (only,) = may
                 assert all(word.startswith(text + spellings[only]) for word in words if word.startswith(text))
-            assert state.finished == (may == {eos})
             state.shape(tree, 16)  # leaves no trace
             assert allowed(state, size) == may
             once = compiler.compile(LANGUAGE)
@@ -259,7 +258,6 @@ class TestMask:
             token = sorted(may)[choice % len(may)]
             state.follow([token])
             if token == eos:
-                assert state.finished
                 assert allowed(state, size) == {eos}
                 break
             followed.append(token)
@@ -304,10 +302,8 @@ class TestMask:
         for end in ends:
             state = compiler.compile(Grammar.regex("4+"))
             state.follow(tiny_tokenizer.encode("44"))
-            assert not state.finished
             assert allowed(state, size) == {*tiny_tokenizer.encode("4"), *ends}
             state.follow([end])
-            assert state.finished
             assert allowed(state, size) == set(ends)
 
     def test_scores_of_another_width_are_refused(self, compiler: GrammarCompiler, size: int) -> None:
@@ -342,7 +338,6 @@ class TestFollow:
         state = compiler.compile(Grammar.regex("42?"))
         state.follow([*tiny_tokenizer.encode(word), eos])
         state.follow([eos, eos])  # which the mask allows
-        assert state.finished
         assert allowed(state, size) == {eos}
         (two,) = tiny_tokenizer.encode("2")
         with pytest.raises(GrammarError, match=f"does not allow token {two} here"):
@@ -378,7 +373,7 @@ class TestTooCostly:
         with pytest.raises(GrammarError, match="too costly to follow: lexer error: too many states.*simpler") as raised:
             answer()
         assert "\n" not in str(raised.value)
-        for again in (lambda: state.mask(torch.zeros(size)), lambda: state.follow([5]), lambda: state.finished):
+        for again in (lambda: state.mask(torch.zeros(size)), lambda: state.follow([5])):
             with pytest.raises(GrammarError, match="too costly"):
                 again()
 
@@ -391,7 +386,6 @@ class TestTooCostly:
         may = allowed(state, size)
         assert state.shape(DraftTree.from_chain(chain), 64).tokens.tolist() == chain[:5]
         assert allowed(state, size) == may
-        assert not state.finished
         with pytest.raises(GrammarError, match="too costly to follow: Parser Error: Current row has 22 items"):
             state.follow(chain)
 
@@ -480,7 +474,6 @@ class TestShape:
         assert shaped.parents.tolist() == list(range(-1, len(shaped) - 1))
         assert shaped.probabilities.tolist() == [1.0] * len(shaped)
         state.follow(tiny_tokenizer.encode(', "attendees": 12}'))
-        assert state.finished
         assert state.shape(DraftTree.empty(), 64).tokens.tolist() == [eos]
         state.follow([eos])
         assert len(state.shape(DraftTree.empty(), 64)) == 0
