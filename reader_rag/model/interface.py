@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -102,18 +103,6 @@ class TargetModel(Protocol):
     def cache_bytes(self, positions: int, max_nodes: int) -> int:
         """Bytes that `new_cache` with the same arguments takes once it is filled."""
 
-    def prefill(self, token_ids: Sequence[int], cache: Any, seen: LogitsCallback | None = None) -> torch.Tensor:
-        """Commit a prompt.
-
-        Args:
-            token_ids: [length], at least one token.
-            cache: Extended by `length` positions.
-            seen: Called for each chunk.
-
-        Returns:
-            Logits after the last token, [1, vocabulary].
-        """
-
     def prefill_chunks(
         self, token_ids: Sequence[int], cache: Any, seen: LogitsCallback | None = None
     ) -> Iterator[torch.Tensor]:
@@ -179,9 +168,18 @@ class SequenceCache(Protocol):
         """Free the memory at once; the sequence is decoded no further."""
 
 
-def last_of(logits: Iterator[torch.Tensor]) -> torch.Tensor:
-    """The last logits of an iterator of `prefill_chunks`, run to its end."""
-    last = torch.empty(0)
-    for last in logits:  # noqa: B007
-        pass
-    return last
+def prefill(
+    target: TargetModel, token_ids: Sequence[int], cache: Any, seen: LogitsCallback | None = None
+) -> torch.Tensor:
+    """Commit a whole prompt.
+
+    Args:
+        target: The model.
+        token_ids: [length], at least one token.
+        cache: Extended by `length` positions.
+        seen: Called for each chunk.
+
+    Returns:
+        Logits after the last token, [1, vocabulary].
+    """
+    return deque(target.prefill_chunks(token_ids, cache, seen), maxlen=1).pop()

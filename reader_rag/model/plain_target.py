@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from reader_rag.draft.tree import DraftTree
 from reader_rag.model.cpu.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import LogitsCallback, Reuse, Step, last_of
+from reader_rag.model.interface import LogitsCallback, Reuse, Step
 from reader_rag.model.target import context_window
 
 _STATES = ("past_key_values", "cache_params", "state")
@@ -117,16 +117,6 @@ class PlainTarget:
     def cache_bytes(self, positions: int, max_nodes: int) -> int:
         """0: what such a model keeps of a text does not grow with it, or not in a way that is known here."""
         return 0
-
-    def prefill(self, token_ids: Sequence[int], cache: PlainCache, seen: LogitsCallback | None = None) -> torch.Tensor:
-        """Commit a prompt; returns the logits [1, vocabulary] after its last token.
-
-        Args:
-            token_ids: The prompt.
-            cache: An empty cache.
-            seen: Called with the start and the logits of the prompt's positions; None: not called.
-        """
-        return last_of(self.prefill_chunks(token_ids, cache, seen))
 
     def prefill_chunks(
         self, token_ids: Sequence[int], cache: PlainCache, seen: LogitsCallback | None = None

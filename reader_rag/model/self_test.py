@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from reader_rag.draft.tree import DraftTree
-from reader_rag.model.interface import TargetModel
+from reader_rag.model.interface import TargetModel, prefill
 
 _PROMPT = 11
 _TEXTS = 3
@@ -55,7 +55,7 @@ def _verifies(
     tokens = _tokens(target, _PROMPT + 8, text)
     prompt, root, last, tree = tokens[:_PROMPT], tokens[_PROMPT], tokens[-1], tree_of(tokens[_PROMPT + 1 : -1])
     cache = target.new_cache(_PROMPT + 5, len(tree))
-    target.prefill(prompt, cache)
+    prefill(target, prompt, cache)
     rows = target.verify(root, tree, cache)
     cache.commit(list(paths[-1]))
     after = target.verify(last, DraftTree.empty(), cache)
@@ -82,8 +82,8 @@ def decodes_plainly(target: TargetModel) -> bool:
 def _decodes(target: TargetModel, text: int) -> bool:
     tokens, others = _tokens(target, _PROMPT + 6, text), _tokens(target, _PROMPT + 6, _TEXTS + text)
     cache, another = target.new_cache(len(tokens), 0), target.new_cache(len(tokens), 0)
-    got = [target.prefill(tokens[:_PROMPT], cache).float()]
-    target.prefill(others[:_PROMPT], another)
+    got = [prefill(target, tokens[:_PROMPT], cache).float()]
+    prefill(target, others[:_PROMPT], another)
     for token, other in zip(tokens[_PROMPT:], others[_PROMPT:], strict=True):
         got.append(target.verify(token, DraftTree.empty(), cache).float())
         cache.commit([0])
@@ -101,10 +101,10 @@ def restores(target: TargetModel) -> bool:
 def _restores(target: TargetModel, text: int) -> bool:
     tokens = _tokens(target, _PROMPT + 1, text)
     read, restored = target.new_cache(_PROMPT, 0), target.new_cache(len(tokens), 0)
-    target.prefill(tokens[: _PROMPT - 3], read)
+    prefill(target, tokens[: _PROMPT - 3], read)
     restored.restore([read.states(0, 4), read.states(4, _PROMPT - 3)])
-    target.prefill(_tokens(target, _PROMPT, _TEXTS + text), target.new_cache(_PROMPT, 0))
-    got = [target.prefill(tokens[_PROMPT - 3 : _PROMPT], restored).float()]
+    prefill(target, _tokens(target, _PROMPT, _TEXTS + text), target.new_cache(_PROMPT, 0))
+    got = [prefill(target, tokens[_PROMPT - 3 : _PROMPT], restored).float()]
     got.append(target.verify(tokens[-1], DraftTree.empty(), restored).float())
     return _same(target, got, [_logits(target, tokens, first=_PROMPT - 1)])
 
@@ -146,12 +146,12 @@ def _keeps_bits(target: TargetModel, text: int = 0, length: int = _PROMPT, chain
     prompt, root, draft = tokens[:length], tokens[length], tokens[length + 1 :]
     tree = DraftTree.from_chain(draft[:chain]) if chain else _forest(draft)
     drafted = target.new_cache(len(prompt) + 1 + len(tree), len(tree))
-    target.prefill(prompt, drafted)
+    prefill(target, prompt, drafted)
     got = target.verify(root, tree, drafted)
     leaves = set(range(len(tree))) - set(tree.parents.tolist())
     for leaf in sorted(leaves):
         plain = target.new_cache(len(prompt) + 1 + len(tree), 0)
-        target.prefill(prompt, plain)
+        prefill(target, prompt, plain)
         for row in tree.paths[leaf + 1, : tree.depths[leaf] + 1].tolist():
             token = root if row == 0 else int(tree.tokens[row - 1])
             if not torch.equal(target.verify(token, DraftTree.empty(), plain)[0], got[row]):

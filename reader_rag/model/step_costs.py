@@ -19,7 +19,7 @@ from reader_rag.draft.kernels import pool as kernels
 from reader_rag.draft.step_table import StepTable
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import ConfigError
-from reader_rag.model.interface import TargetModel
+from reader_rag.model.interface import TargetModel, prefill
 
 _VERSION = 3
 """Of the forward pass, part of the device of a table; raise it when a step computes otherwise than before."""
@@ -243,7 +243,7 @@ def measure(target: TargetModel, max_nodes: int) -> StepTable:
     plan = [(near, count) for count in order] + [(far, count) for count in order if count in _FAR_ROWS]
     token = int(target.config.vocab_size) // 2
     cache = target.new_cache(far, max_nodes)
-    target.prefill([token], cache)
+    prefill(target, [token], cache)
     target.verify(token, DraftTree.from_chain([token] * max_nodes), cache)  # first use of its kernels
     best: dict[tuple[int, int], float] = {}
     steps, started = 0, time.perf_counter()

@@ -24,7 +24,7 @@ from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.cpu.forward import CpuForward, Rows, head_width
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import LogitsCallback, Reuse, Step, last_of
+from reader_rag.model.interface import LogitsCallback, Reuse, Step
 
 PREFILL_CHUNK = 512
 """Prompt tokens of a prefill pass; bounds the memory of the attention mask and the activations."""
@@ -147,19 +147,6 @@ class Target:
 
     def _capacity(self, positions: int, max_nodes: int) -> int:
         return positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
-
-    def prefill(self, token_ids: Sequence[int], cache: TreeCache, seen: LogitsCallback | None = None) -> torch.Tensor:
-        """Commit a prompt.
-
-        Args:
-            token_ids: [length], at least one token.
-            cache: Extended by `length` positions.
-            seen: Called for each chunk.
-
-        Returns:
-            Logits after the last token, [1, vocabulary].
-        """
-        return last_of(self.prefill_chunks(token_ids, cache, seen))
 
     def prefill_chunks(
         self, token_ids: Sequence[int], cache: TreeCache, seen: LogitsCallback | None = None

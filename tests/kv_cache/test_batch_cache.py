@@ -26,7 +26,7 @@ from reader_rag.kv_cache.batch_cache import BatchCache, Policy
 from reader_rag.kv_cache.batch_layer import BatchLayer, Pass
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import Step
+from reader_rag.model.interface import Step, prefill
 from reader_rag.model.plain_target import PlainCache
 from reader_rag.model.target import Target
 
@@ -506,7 +506,7 @@ class Pair:
         self.target = target
         self.among, self.alone = target.new_cache(150, 12), target.new_cache(150, 12)
         for cache in (self.among, self.alone):
-            target.prefill(random_tokens(seed, length, VOCABULARY), cache)
+            prefill(target, random_tokens(seed, length, VOCABULARY), cache)
 
     def accept(self, step: Step, logits: torch.Tensor, node: int) -> None:
         expected = self.target.verify(step.root, step.tree, self.alone)
@@ -558,7 +558,7 @@ def test_texts_are_verified_in_one_pass_and_one_alone_stays_where_it_is(monkeypa
     target.verify_batch([Step(5, random_tree(n, n, VOCABULARY), pair.among) for n, pair in enumerate(pairs)])
     assert passes == [(1, 5), (3, 3)]
     with pytest.raises(ValueError, match="no prefill is possible"):
-        target.prefill([1], pairs[0].among)
+        prefill(target, [1], pairs[0].among)
 
 
 @pytest.mark.parametrize(("name", "fixed", "branches"), [("Llama", FixedShape(9, 32), True), ("Bloom", None, False)])
@@ -610,7 +610,7 @@ def test_committed_positions_can_be_set_for_timing(policy_of_all: Policy) -> Non
     target = family("Llama")
     caches = [target.new_cache(200, 4) for _ in range(2)]
     for cache in caches:
-        target.prefill([5], cache)
+        prefill(target, [5], cache)
     steps = [Step(6, DraftTree.from_chain([7, 8]), cache) for cache in caches]
     for length in (1, 150, 20):
         target.verify_batch(steps)

@@ -20,6 +20,7 @@ from reader_rag.draft import DraftTree
 from reader_rag.model.cpu import forward as cpu_forward
 from reader_rag.model.cpu import products, rounding
 from reader_rag.model.cpu.forward import CpuForward, Rows
+from reader_rag.model.interface import prefill
 from reader_rag.model.self_test import keeps_bits, verifies_trees
 from reader_rag.model.target import Target
 
@@ -107,7 +108,7 @@ def test_its_logits_are_the_models_own(name: str, dtype: torch.dtype) -> None:
     target, text, tree = Target(model), random_tokens(2, 45, VOCABULARY), random_tree(3, 12, VOCABULARY)
     assert target.cpu is not None
     cache = target.new_cache(60, 12)
-    assert error(target.prefill(text, cache)[0], own_logits(model, text)[-1]) < TOLERANCE[dtype]
+    assert error(prefill(target, text, cache)[0], own_logits(model, text)[-1]) < TOLERANCE[dtype]
     got = target.verify(7, tree, cache)
     assert got.shape == (13, VOCABULARY)
     assert error(got[0], own_logits(model, [*text, 7])[-1]) < TOLERANCE[dtype]
@@ -125,12 +126,12 @@ def test_a_drafted_rows_bits_are_those_of_plain_decoding(name: str, committed: i
     target = Target(make_model(*SETTINGS[name], dtype))
     text, tree = random_tokens(committed, committed, VOCABULARY), random_tree(committed, 19, VOCABULARY)
     drafted = target.new_cache(committed + 20, len(tree))
-    target.prefill(text, drafted)
+    prefill(target, text, drafted)
     got = target.verify(7, tree, drafted)
     leaves = [node for node in range(len(tree)) if node not in tree.parents]
     for leaf in leaves:
         plain = target.new_cache(committed + 20, 0)
-        target.prefill(text, plain)
+        prefill(target, text, plain)
         for row in tree.paths[leaf + 1, : tree.depths[leaf] + 1]:
             token = int(tree.tokens[row - 1]) if row else 7
             assert torch.equal(target.verify(token, DraftTree.empty(), plain)[0], got[row])
@@ -148,7 +149,7 @@ def test_what_is_kept_of_a_tree_is_what_plain_decoding_would_have_written(dtype:
     assert len(path) >= 4
     drafted, plain = target.new_cache(40, 12), target.new_cache(40, 12)
     for cache in (drafted, plain):
-        target.prefill(text, cache)
+        prefill(target, text, cache)
     target.verify(7, tree, drafted)
     drafted.commit(path)
     for row in path:
@@ -170,7 +171,7 @@ def test_a_prompt_may_be_prefilled_here_or_by_the_model(
     assert target.cpu is not None
     assert target.cpu.prefills_faster == faster
     cache = target.new_cache(160, 4)
-    assert error(target.prefill(text, cache)[0], own_logits(model, text)[-1]) < TOLERANCE[dtype]
+    assert error(prefill(target, text, cache)[0], own_logits(model, text)[-1]) < TOLERANCE[dtype]
     assert cache.length == 150
     assert error(target.verify(5, DraftTree.empty(), cache)[0], own_logits(model, [*text, 5])[-1]) < TOLERANCE[dtype]
 
@@ -179,7 +180,7 @@ def test_no_weight_is_copied() -> None:
     model = make_model(*SETTINGS["llama"])
     target = Target(model)
     cache = target.new_cache(20, 0)
-    target.prefill([5, 6, 7], cache)
+    prefill(target, [5, 6, 7], cache)
     before = target.verify(8, DraftTree.empty(), cache)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.mul_(-1)
@@ -192,7 +193,7 @@ def test_no_weight_is_copied() -> None:
 def test_positions_beyond_the_cache_are_refused() -> None:
     target = Target(make_model(*SETTINGS["llama"]))
     cache = target.new_cache(4, 0)  # and a root
-    target.prefill([5, 6, 7], cache)
+    prefill(target, [5, 6, 7], cache)
     with pytest.raises(IndexError, match="6 positions do not fit a cache of 5"):
         target.verify(8, DraftTree.from_chain([9, 10]), cache)
 

@@ -42,6 +42,7 @@ from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ReaderWarning, UnsupportedModelError
 from reader_rag.model import select_target as select_target
 from reader_rag.model import successor_profile as profiling
+from reader_rag.model.interface import prefill
 from reader_rag.model.plain_target import PlainTarget
 from reader_rag.model.self_test import decodes_plainly, keeps_bits, verifies_chains
 from reader_rag.model.target import Target
@@ -378,7 +379,7 @@ def test_out_of_memory_is_not_taken_for_a_model_that_verifies_nothing() -> None:
 def test_a_state_takes_nothing_back() -> None:
     target = PlainTarget(make_model("Mamba"))
     cache = target.new_cache(20, 0)
-    target.prefill(prompt_of(12), cache)
+    prefill(target, prompt_of(12), cache)
     assert cache.length == 12
     with pytest.raises(ValueError, match="2 drafted tokens for a model that cannot verify any"):
         target.verify(5, DraftTree.from_chain([6, 7]), cache)

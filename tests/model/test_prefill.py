@@ -9,6 +9,7 @@ from tiny_models import TREES, VOCABULARY, make_model
 
 from reader_rag.model import target as step
 from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.interface import prefill
 from reader_rag.model.target import Target
 
 
@@ -21,8 +22,8 @@ def test_what_is_seen_of_a_prompt_changes_no_bit_and_ranks_what_comes_next(
     model = make_model(name)
     target, text = Target(model, fixed, forward="torch"), random_tokens(5, 40, VOCABULARY)
     seen: dict[int, torch.Tensor] = {}
-    unseen = target.prefill(text, target.new_cache(40, 1))
-    logits = target.prefill(text, target.new_cache(40, 1), seen.__setitem__)
+    unseen = prefill(target, text, target.new_cache(40, 1))
+    logits = prefill(target, text, target.new_cache(40, 1), seen.__setitem__)
     assert torch.equal(logits, unseen)
     with torch.inference_mode():
         whole = model(torch.tensor([text]), use_cache=False).logits[0]

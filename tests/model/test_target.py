@@ -16,6 +16,7 @@ from reader_rag.errors import UnsupportedModelError
 from reader_rag.model import fixed_shape
 from reader_rag.model import target as step
 from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.interface import prefill
 from reader_rag.model.select_target import select_target
 from reader_rag.model.self_test import verifies_trees
 from reader_rag.model.target import Target
@@ -54,7 +55,7 @@ def test_tree_logits_are_those_of_plain_text_along_every_path(name: str, attenti
     target = Target(model, forward="torch")
     text = random_tokens(2, 30, VOCABULARY)  # longer than the windows
     cache = target.new_cache(60, 12)
-    assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
+    assert error(prefill(target, text, cache)[0], plain_logits(model, text)) < 1e-4
     for round_ in range(2):
         root, tree = 7 + round_, random_tree(round_, 12, VOCABULARY)
         logits = target.verify(root, tree, cache)
@@ -89,7 +90,7 @@ def test_a_prompt_may_be_prefilled_in_chunks(name: str, monkeypatch: pytest.Monk
     model = make_model(name)
     target, text = Target(model, forward="torch"), random_tokens(3, 40, VOCABULARY)
     cache = target.new_cache(50, 4)
-    assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
+    assert error(prefill(target, text, cache)[0], plain_logits(model, text)) < 1e-4
     assert cache.length == 40
     assert error(target.verify(5, DraftTree.empty(), cache)[0], plain_logits(model, [*text, 5])) < 1e-4
 
@@ -148,7 +149,7 @@ def test_a_prompt_longer_than_the_switch_is_turned_by_the_angles_behind_it(
     model = long_rope(40)
     target, text = Target(model), random_tokens(3, length, VOCABULARY)
     cache = target.new_cache(80, 4)
-    assert error(target.prefill(text, cache)[0], plain_logits(model, text)) < 1e-4
+    assert error(prefill(target, text, cache)[0], plain_logits(model, text)) < 1e-4
     if length > 40:
         assert error(target.verify(5, DraftTree.empty(), cache)[0], plain_logits(model, [*text, 5])) < 1e-4
 
@@ -162,7 +163,7 @@ def test_no_draft_reaches_beyond_the_switch() -> None:
     rows = []
     for deepest in (4, 5):
         cache = target.new_cache(80, 8)
-        target.prefill(text, cache)
+        prefill(target, text, cache)
         rows.append(target.verify(5, DraftTree.from_chain(draft[:deepest]), cache)[0])
     expected = plain_logits(target.model, [*text, 5])
     assert error(rows[0], expected) < 1e-4
@@ -200,14 +201,14 @@ def test_in_fixed_shapes_a_chain_gives_the_bits_of_plain_decoding(name: str, dty
     target = Target(model, shape, forward="torch")
     text, draft = random_tokens(5, 40, VOCABULARY), random_tokens(6, min(5, width - 1), VOCABULARY)
     plain = target.new_cache(60, 0)
-    target.prefill(text, plain)
+    prefill(target, text, plain)
     expected = []
     for token in [7, *draft]:
         expected.append(target.verify(token, DraftTree.empty(), plain)[0])
         plain.commit([0])
 
     drafted = target.new_cache(60, 8)
-    target.prefill(text, drafted)
+    prefill(target, text, drafted)
     assert torch.equal(target.verify(7, DraftTree.from_chain(draft), drafted), torch.stack(expected))
 
 
@@ -228,7 +229,7 @@ def test_fixed_shapes_compute_what_free_ones_do() -> None:
     text = random_tokens(5, 40, VOCABULARY)
     target = Target(model, FixedShape(width=8, bucket=32), forward="torch")
     cache = target.new_cache(60, 8)
-    target.prefill(text, cache)
+    prefill(target, text, cache)
     logits = target.verify(7, random_tree(0, 3, VOCABULARY), cache)
     assert logits.shape == (4, VOCABULARY)
     assert error(logits[0], plain_logits(model, [*text, 7])) < 1e-4

@@ -17,6 +17,7 @@ from reader_rag.bench.inputs import BenchPrompt
 from reader_rag.config import SamplingParams
 from reader_rag.draft.successor_table import BEST
 from reader_rag.engine.engine import Engine
+from reader_rag.model.interface import prefill
 from reader_rag.sampling.topk import top_tokens
 
 
@@ -71,7 +72,7 @@ def best_after(engine: Engine, tokens: Sequence[int]) -> NDArray[np.int32]:
     def seen(start: int, logits: torch.Tensor) -> None:
         best[start : start + len(logits)] = top_tokens(logits)
 
-    engine.target.prefill(tokens, engine.target.new_cache(len(tokens), 0), seen)
+    prefill(engine.target, tokens, engine.target.new_cache(len(tokens), 0), seen)
     return best
 
 
