@@ -88,6 +88,8 @@ def serve(tree: str, model: str, dtype: str, max_tokens: str) -> None:
     except ImportError:  # up to 0.1
         from reader_rag import GenerationConfig as SamplingParams  # type: ignore[no-redef, attr-defined]
 
+    if hasattr(reader_rag, "configure_threads"):
+        reader_rag.configure_threads()  # up to 0.1 the import did it
     engine = reader_rag.Engine.load(model, dtype=dtype)
     settings = SamplingParams(max_tokens=int(max_tokens))
     for line in sys.stdin:
