@@ -245,13 +245,8 @@ def test_an_exception_in_the_block_drops_uncommitted_changes(tmp_path: Path) -> 
 
 
 def test_old_names_work_with_a_warning(tmp_path: Path) -> None:
-    old: Any = {"settings": SMALL}
-    with pytest.warns(DeprecationWarning, match="settings is now compaction"):
-        store = Datastore.open(tmp_path / "s", vocabulary=60, tokenizer="t", **old)
-    with store:
+    with Datastore.open(tmp_path / "s", vocabulary=60, tokenizer="t", compaction=SMALL) as store:
         store.add("a", [1, 2, 3])
-        with pytest.warns(DeprecationWarning, match="used is now mark_used"):
-            store.used(["a"])
         with pytest.warns(DeprecationWarning, match="view is now searcher"):
             searcher = store.view([""])
         with pytest.warns(DeprecationWarning, match="reach is now max_tokens"):

@@ -275,5 +275,5 @@ def test_padding_is_taken_off_either_side() -> None:
 
 @pytest.mark.parametrize(("ids", "mask"), [([[1, 2]], [[1]]), ([1, 2], [1, 1])])
 def test_what_is_no_padded_batch_is_refused(ids: Any, mask: Any) -> None:
-    with pytest.raises(PromptError, match="of one shape"):
+    with pytest.raises(PromptError, match="must have one shape"):
         Prompt.unpadded(ids, mask)
