@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from reader_rag.util import moved
-
-moved.install()
-
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from reader_rag.config import BatchConfig as BatchConfig
     from reader_rag.config import DatastoreConfig as DatastoreConfig
     from reader_rag.config import DraftConfig as DraftConfig
@@ -52,9 +51,27 @@ _MODULES = {
 __all__ = sorted([*_MODULES, "__version__"])
 
 
+class _OldNames:
+    """Finds modules by their names in 0.1. It is the last finder: imports by new names never ask it."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The spec of a module of this package that moved; None for every other name."""
+        if not fullname.startswith(f"{__name__}."):
+            return None
+        from reader_rag.util.moved import find_spec
+
+        return find_spec(fullname)
+
+
+sys.meta_path.append(_OldNames)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        name = moved.new_name(__name__, _MODULES, name)
+        from reader_rag.util.moved import new_name
+
+        name = new_name(__name__, _MODULES, name)
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value  # the next access does not come here
     return value

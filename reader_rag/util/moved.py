@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from functools import wraps
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -117,18 +116,20 @@ def _warn(old: str, new: str) -> None:
     warnings.warn(f"{old} is now {new}; the old name goes in reader_rag 0.3", DeprecationWarning, stacklevel=3)
 
 
-class _MovedModules(MetaPathFinder, Loader):
-    """Finds modules by their old names. It is the last finder, so that imports by new names cost nothing."""
+def find_spec(fullname: str) -> ModuleSpec | None:
+    """The spec of a module that moved; None for every other name.
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The spec of a module that moved; None for every other name."""
-        name = fullname.removeprefix(_PACKAGE)
-        if name == fullname or name not in MOVED.keys() | _FOLDERS:
-            return None
-        has_children = any(old.startswith(f"{name}.") for old in MOVED)
-        return ModuleSpec(fullname, self, is_package=has_children)
+    Args:
+        fullname: Name that is imported.
+    """
+    name = fullname.removeprefix(_PACKAGE)
+    if name == fullname or name not in MOVED.keys() | _FOLDERS:
+        return None
+    return ModuleSpec(fullname, _Forwarder(), is_package=any(old.startswith(f"{name}.") for old in MOVED))
+
+
+class _Forwarder(Loader):
+    """Makes modules that forward to the new ones."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Forward every attribute to the new module."""
@@ -147,9 +148,3 @@ class _MovedModules(MetaPathFinder, Loader):
             return getattr(target, attribute)
 
         module.__dict__["__getattr__"] = forward
-
-
-def install() -> None:
-    """Make the old names importable."""
-    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
-        sys.meta_path.append(_MovedModules())
