@@ -42,7 +42,7 @@ class ProposerSettings(Settings):
         None, "Folder of a datastore to search, opened read-only in the state at the engine's start."
     )
     namespaces: tuple[str, ...] = setting(
-        (), "Namespaces of the datastore that are searched besides those marked as shared."
+        (), "Namespaces of the datastore that are searched besides those marked as shared.", may_be_empty=True
     )
     costs: str | None = setting(
         None, "File of step costs, measured on this machine with this model; None assumes costs for the device."

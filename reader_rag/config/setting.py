@@ -32,6 +32,7 @@ class Setting:
         gt: The value lies above this.
         le: Greatest value.
         note: What a special value stands for, e.g. "0: off"; part of error messages.
+        may_be_empty: Whether a string may be empty.
     """
 
     doc: str
@@ -39,6 +40,7 @@ class Setting:
     gt: float | None = None
     le: float | None = None
     note: str = ""
+    may_be_empty: bool = False
 
     @property
     def range(self) -> str:
@@ -72,6 +74,7 @@ def setting(
     gt: float | None = None,
     le: float | None = None,
     note: str = "",
+    may_be_empty: bool = False,
 ) -> Any:
     """A field of a `Settings` class.
 
@@ -82,8 +85,9 @@ def setting(
         gt: The value lies above this.
         le: Greatest value.
         note: What a special value stands for.
+        may_be_empty: Whether a string may be empty.
     """
-    return dataclasses.field(default=default, metadata={_KEY: Setting(doc, ge, gt, le, note)})
+    return dataclasses.field(default=default, metadata={_KEY: Setting(doc, ge, gt, le, note, may_be_empty)})
 
 
 @dataclass(frozen=True)
@@ -155,13 +159,13 @@ def _fits(value: Any, annotation: Any, about: Setting) -> bool:
     if origin is Literal:
         return isinstance(value, str) and value in arguments
     if origin is tuple:
-        return isinstance(value, tuple) and all(value and _fits(each, arguments[0], about) for each in value)
+        return isinstance(value, tuple) and all(_fits(each, arguments[0], about) for each in value)
     if annotation is int:
         return isinstance(value, Integral) and not isinstance(value, bool) and about.holds(int(value))
     if annotation is float:
         return isinstance(value, Real) and not isinstance(value, bool) and about.holds(float(value))
     if annotation is str:
-        return isinstance(value, str) and bool(value)
+        return isinstance(value, str) and (bool(value) or about.may_be_empty)
     return isinstance(value, annotation)
 
 
@@ -176,7 +180,8 @@ def _expected(annotation: Any, about: Setting) -> str:
     if origin is Literal:
         return " or ".join(repr(one) for one in arguments)
     if origin is tuple:
-        return {int: "a tuple of token ids", str: "a tuple of strings that are not empty"}[arguments[0]]
+        strings = "a tuple of strings" if about.may_be_empty else "a tuple of strings that are not empty"
+        return {int: "a tuple of token ids", str: strings}[arguments[0]]
     if annotation in (int, float) and about.range:
         return f"{_NAMES[annotation]} {about.range}" if about.range.startswith("(") else about.range
     return "None" if annotation is type(None) else _NAMES.get(annotation, f"a {annotation.__name__}")

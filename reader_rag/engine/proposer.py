@@ -122,11 +122,13 @@ class Proposer:
                 _log.exception("the datastore cannot be searched any more: this answer is drafted without it")
                 self._lookup = None
         tree = self._builder.build(self.index, candidates=candidates, max_depth=depth)
+        if not self._external or depth <= 0:
+            return tree
         budget = Budget(self._max_nodes, depth)
         tokens = self.index.sequence
         tokens.flags.writeable = False  # of this view alone
         state = RequestState(tokens, self._prompt_length, self._tenant)
-        for source in self._external if depth > 0 else ():
+        for source in self._external:
             tree = merge(tree, source.propose(state, budget), budget)
         return tree
 

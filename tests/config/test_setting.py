@@ -23,6 +23,7 @@ class Example(Settings):
     mode: Literal["fast", "slow"] = setting("fast", "Which way.")
     words: tuple[str, ...] = setting((), "Words.")
     ids: tuple[int, ...] = setting((), "Token ids.", ge=0)
+    names: tuple[str, ...] = setting((), "Names.", may_be_empty=True)
     on: bool = setting(True, "Whether.")
 
 
@@ -41,6 +42,7 @@ class Example(Settings):
         ({"mode": "other"}, "mode must be 'fast' or 'slow', not 'other'"),
         ({"words": "one"}, "words must be a tuple of strings that are not empty, not 'one'"),
         ({"words": ("",)}, "words must be a tuple of strings that are not empty, not"),
+        ({"names": (1,)}, r"names must be a tuple of strings, not \(1,\)"),
         ({"ids": (1, -1)}, "ids must be a tuple of token ids, not"),
         ({"on": "false"}, "on must be True or False, not 'false'"),
         ({"on": 1}, "on must be True or False, not 1"),
@@ -56,12 +58,18 @@ def test_numbers_of_numpy_integers_for_floats_and_lists_for_tuples_are_taken() -
     assert (made.count, made.share, made.words, made.ids) == (4, 1, ("a",), (0, 7))
 
 
+def test_strings_are_empty_only_where_they_may_be() -> None:
+    assert Example(names=("", "a")).names == ("", "a")
+
+
 def test_settings_are_made_from_keyword_arguments_over_a_base() -> None:
     assert Example.of({"count": 2}) == Example(count=2)
     assert Example.of({"count": 2}, Example(share=0.25)) == Example(count=2, share=0.25)
     with pytest.raises(ConfigError, match="unknown argument 'coutn'; did you mean 'count'?"):
         Example.of({"coutn": 2})
-    with pytest.raises(ConfigError, match="unknown argument 'x'; known: count, share, age_s, mode, words, ids, on"):
+    with pytest.raises(
+        ConfigError, match="unknown argument 'x'; known: count, share, age_s, mode, words, ids, names, on"
+    ):
         Example.of({"x": 2})
 
 
