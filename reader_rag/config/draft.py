@@ -20,7 +20,7 @@ class DraftConfig(Settings):
     )
     max_depth: int = setting(40, "Longest path of a draft tree, in tokens.", ge=1, le=256)
     min_probability: float = setting(
-        0.0001, "A node enters the tree if the estimated probability of its path is at least this.", ge=0.0, le=0.9999
+        0.0001, "A node enters the tree if the estimated probability of its path is at least this.", ge=0.0, lt=1.0
     )
     max_occurrences: int = setting(
         256,

@@ -31,6 +31,7 @@ class Setting:
         ge: Least value.
         gt: The value lies above this.
         le: Greatest value.
+        lt: The value lies below this.
         note: What a special value stands for, e.g. "0: off"; part of error messages.
         may_be_empty: Whether a string may be empty.
     """
@@ -39,6 +40,7 @@ class Setting:
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
+    lt: float | None = None
     note: str = ""
     may_be_empty: bool = False
 
@@ -46,14 +48,15 @@ class Setting:
     def range(self) -> str:
         """The range in words: "in 0..1024", "in (0, 1]", "at least 1"; empty if there is none."""
         low = self.ge if self.ge is not None else self.gt
+        high = self.le if self.le is not None else self.lt
         if low is None:
             text = ""
-        elif self.le is None:
+        elif high is None:
             text = f"at least {low}" if self.gt is None else f"above {low}"
         elif isinstance(low, int) and isinstance(self.le, int) and self.gt is None:
-            text = f"in {low}..{self.le}"
+            text = f"in {low}..{high}"
         else:
-            text = f"in {'[' if self.gt is None else '('}{low}, {self.le}]"
+            text = f"in {'[' if self.gt is None else '('}{low}, {high}{']' if self.lt is None else ')'}"
         return f"{text} ({self.note})".lstrip() if self.note else text
 
     def holds(self, value: float) -> bool:
@@ -63,6 +66,7 @@ class Setting:
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
         )
 
 
@@ -73,6 +77,7 @@ def setting(
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
+    lt: float | None = None,
     note: str = "",
     may_be_empty: bool = False,
 ) -> Any:
@@ -84,10 +89,11 @@ def setting(
         ge: Least value.
         gt: The value lies above this.
         le: Greatest value.
+        lt: The value lies below this.
         note: What a special value stands for.
         may_be_empty: Whether a string may be empty.
     """
-    return dataclasses.field(default=default, metadata={_KEY: Setting(doc, ge, gt, le, note, may_be_empty)})
+    return dataclasses.field(default=default, metadata={_KEY: Setting(doc, ge, gt, le, lt, note, may_be_empty)})
 
 
 @dataclass(frozen=True)

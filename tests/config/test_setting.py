@@ -79,6 +79,7 @@ def test_settings_are_made_from_keyword_arguments_over_a_base() -> None:
         (Setting("", ge=1), "at least 1"),
         (Setting("", gt=0.0), "above 0.0"),
         (Setting("", ge=0, le=3), "in 0..3"),
+        (Setting("", ge=0.0, lt=1.0), "in [0.0, 1.0)"),
         (Setting("", ge=0.0, le=1.0, note="0: off"), "in [0.0, 1.0] (0: off)"),
         (Setting(""), ""),
     ],
@@ -102,3 +103,9 @@ def test_a_field_that_is_no_setting_is_refused() -> None:
 
     with pytest.raises(AssertionError, match=r"Wrong\.count is not defined by setting\(\)"):
         Wrong()
+
+
+def test_the_least_probability_of_a_node_is_below_one() -> None:
+    assert DraftConfig(min_probability=0.99999).min_probability == 0.99999
+    with pytest.raises(ConfigError, match=r"min_probability must be in \[0.0, 1.0\), not 1.0"):
+        DraftConfig(min_probability=1.0)
