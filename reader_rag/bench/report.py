@@ -6,7 +6,6 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numba
@@ -14,6 +13,7 @@ import torch
 import transformers
 
 from reader_rag.engine.engine import Engine
+from reader_rag.util.cpu import cpu_name
 
 
 class TimedRun(Protocol):
@@ -88,13 +88,3 @@ def machine(engine: Engine) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "numba": numba.__version__,
     }
-
-
-def cpu_name() -> str:
-    """The name of the processor."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from reader_rag.errors import ConfigError
+from reader_rag.util.cpu import cpu_features
 from reader_rag.util.files import atomic_path
 
 Float64 = NDArray[np.float64]
@@ -79,7 +79,7 @@ class StepTable:
         """
         each = _GPU_POSITION
         if device == "cpu":
-            each = _WIDE_CPU_POSITION if get_host_cpu_features().get("avx512f") else _CPU_POSITION
+            each = _WIDE_CPU_POSITION if "avx512f" in cpu_features() else _CPU_POSITION
         rows, drafted = (1, 256), (0, 64)
         seconds = tuple(tuple(1.0 + each * (count * (1 + width) - 1) for width in drafted) for count in rows)
         return cls(rows, drafted, seconds, device=device)

@@ -1,1 +1,1 @@
-"""Helpers with no knowledge of the project: array addresses for kernels, files, memory errors, one-line errors."""
+"""Helpers with no knowledge of the project: array addresses for kernels, processor, files, memory errors, messages."""

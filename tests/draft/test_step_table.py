@@ -58,12 +58,12 @@ def test_more_positions_never_take_less() -> None:
 
 @pytest.mark.parametrize(
     ("device", "features", "narrow"),
-    [("cpu", {"avx512f": True}, 1.03), ("cpu", {"avx512f": False}, 1.5), ("cpu", {}, 1.5), ("cuda", {}, 1.005)],
+    [("cpu", {"avx512f"}, 1.03), ("cpu", {"avx2"}, 1.5), ("cpu", set(), 1.5), ("cuda", set(), 1.005)],
 )
 def test_assumed_steps_take_a_little_more_for_each_position(
-    device: str, features: dict[str, bool], narrow: float, monkeypatch: pytest.MonkeyPatch
+    device: str, features: set[str], narrow: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_table, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(step_table, "cpu_features", lambda: features)
     assert StepTable.assumed(device).times(1, 2).tolist() == pytest.approx([1.0, narrow])
     # As many positions take as long, whether they are rows or drafted tokens.
     rows, drafted = StepTable.assumed(device).times(8, 8)[-1], StepTable.assumed(device).times(1, 8)[-1]

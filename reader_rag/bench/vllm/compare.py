@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from reader_rag.bench.report import cpu_name, speed, speed_ratios
+from reader_rag.bench.report import speed, speed_ratios
 from reader_rag.bench.vllm.engine import COMPARED, Group, Options, greedy, margin, pausing_group, run_group
 from reader_rag.bench.vllm.worker import Worker
 from reader_rag.engine import outputs
 from reader_rag.errors import ConfigError
+from reader_rag.util.cpu import cpu_name
 
 _WARM_UP = "Repeat after me, three times: the early bird catches the worm, and the second mouse gets the cheese. "
 _TURN_S = 0.5
