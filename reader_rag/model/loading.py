@@ -136,6 +136,8 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM
 
+    from reader_rag.model.fingerprint import record_weights
+
     tokenizer = _tokenizer(source, trust_remote_code)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
@@ -148,7 +150,19 @@ def _load(
             f"{source} lacks {len(missing)} of the model's weights ({missing[0]}, ...): it is incomplete, or not a "
             "language model"
         )
-    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+    model.to(device).eval()  # type: ignore[arg-type]
+    folder = source if isinstance(source, Path) else _snapshot(source, model.config)
+    if folder is not None:
+        record_weights(model, folder)
+    return model, tokenizer
+
+
+def _snapshot(hub_id: str, config: Any) -> Path | None:
+    """The folder of the hub client's cache that a model was loaded from."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(hub_id, "config.json", revision=getattr(config, "_commit_hash", None))
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _tokenizer(source: Path | str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -1,0 +1,32 @@
+"""What distinguishes one quantised form of a model from another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FORMAT_VERSION = 1
+"""Raise it when quantised weights are computed or stored otherwise than before."""
+
+
+@dataclass(frozen=True)
+class QuantizationScheme:
+    """How a model is quantised. Models of different schemes share neither files nor measurements.
+
+    Attributes:
+        name: The value of the setting `quantization`, "int8".
+        bits: Of a weight of a linear layer.
+        head: How the output head is stored, e.g. "half": in 16 bits.
+        folding: The scales of activations that were folded into the weights; "": none.
+        version: `FORMAT_VERSION` of the code that quantised.
+    """
+
+    name: str = "int8"
+    bits: int = 8
+    head: str = "half"
+    folding: str = ""
+    version: int = FORMAT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes, as JSON takes them."""
+        return asdict(self)
