@@ -41,14 +41,15 @@ def verify(
     min_p: options.MinP = SamplingParams.min_p,
     repetition_penalty: options.RepetitionPenalty = SamplingParams.repetition_penalty,
     seeds: Annotated[str, typer.Option(help="Seeds, comma-separated: each prompt is sampled with each.")] = "0",
+    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 1,
     trust_remote_code: options.TrustRemoteCode = LoadConfig.trust_remote_code,
     as_json: options.Json = False,
 ) -> None:
     """Check that drafts change no token.
 
-    Decodes prompts with drafts and without, and reports every difference. Exit status: 1 if tokens differ although
-    they must not (in float32, or with --exactness strict, which compares every bit of the logits too) and for an
-    error, which is one line on standard error without a report.
+    Decodes prompts with drafts and without, and reports every difference. Exit status: 1 if a token or a bit of its
+    logits differs where none may: in compiled loops (CPU; every type, quantised too) and with --exactness strict; 1 if
+    a token differs in float32 elsewhere; and 1 for an error, which is one line on standard error without a report.
     """
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -73,7 +74,7 @@ def verify(
         prefix_bytes=0,
         trust_remote_code=trust_remote_code,
     )
-    outcome = run(engine, _encoded(engine, chosen), params, numbers, progress())
+    outcome = run(engine, _encoded(engine, chosen), params, numbers, batch, progress())
     print_report(outcome.to_dict(), as_json, lambda _: typer.echo("\n".join(lines(outcome))))
     if not outcome.passed:
         raise typer.Exit(1)
@@ -108,10 +109,13 @@ def _encoded(engine: Engine, prompts: list[BenchPrompt]) -> list[tuple[str, Prom
 def lines(outcome: Verification) -> list[str]:
     """The report for people: what was compared, what differed, and whether that is a failure."""
     machine = outcome.machine
+    at_once = f", {outcome.batch} at once" if outcome.batch > 1 else ""
+    if at_once and outcome.rows_per_step is not None:
+        at_once += f" ({outcome.rows_per_step:.1f} sequences a step)"
     found = [
-        f"{machine['model']}, {machine['dtype']}, {machine['exactness']}, {machine['device']}",
-        f"{outcome.tokens} tokens of {outcome.answers} answers compared: {len(outcome.differences)} differ; "
-        f"{outcome.other_bits} positions have logits of other bits",
+        f"{machine['model']}, {machine['dtype']}, {machine['exactness']}, {machine['device']}{at_once}",
+        f"{outcome.tokens} tokens of {outcome.answers} answers compared: {outcome.differing_tokens} differ; "
+        f"{outcome.differing_bits} have logits of other bits",
         f"{outcome.accepted} of {outcome.drafted} drafted tokens were accepted"
         + ("" if outcome.drafted else ": nothing was drafted, so nothing was tested"),
     ]
@@ -127,7 +131,7 @@ def lines(outcome: Verification) -> list[str]:
         plain, reader = outcome.plain_tokens / outcome.plain_s, outcome.reader_tokens / outcome.reader_s
         found.append(f"plain {plain:.1f} tokens/s, drafted {reader:.1f}: {reader / plain:.2f} times")
     if outcome.passed and outcome.must_agree:
-        found.append("passed: the same " + ("tokens and the same bits" if outcome.strict else "tokens"))
+        found.append("passed: the same " + ("tokens and the same bits" if outcome.bits_must_agree else "tokens"))
     elif outcome.passed:
         found.append(f"--exactness fast allows that rounding in {machine['dtype']} changes tokens; strict does not")
     else:

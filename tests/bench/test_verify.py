@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from costs_stub import EverythingPays
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -69,7 +70,50 @@ def test_sampled_answers_are_compared_for_every_seed(engine: Engine, prompts: li
     settings = replace(SETTINGS, temperature=0.8, top_p=0.9, repetition_penalty=1.1)
     outcome = verify(engine, prompts, settings, seeds=[0, 1, 2], progress=said.append)
     assert (outcome.passed, outcome.answers, outcome.tokens) == (True, 6, 120)
-    assert said[:2] == ["1/2 p0, seed 0", "1/2 p0, seed 1"]
+    assert said[:2] == ["1/6 p0 (seed 0)", "2/6 p0 (seed 1)"]
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, replace(SETTINGS, temperature=0.8, top_p=0.9)])
+def test_prompts_of_a_batch_are_decoded_together_and_compared_in_pairs(
+    engine: Engine, prompts: list[tuple[str, Prompt]], settings: SamplingParams
+) -> None:
+    asked = [(f"{name}-{copy}", prompt) for copy in range(3) for name, prompt in prompts]
+    alone, together = verify(engine, asked, settings), verify(engine, asked, settings, batch=3)
+    assert (alone.batch, alone.rows_per_step, together.batch) == (1, 1.0, 3)
+    assert together.rows_per_step is not None
+    assert 2.0 < together.rows_per_step <= 3.0
+    assert (together.passed, together.answers, together.tokens) == (True, 6, 120)
+    assert (together.differing_tokens, together.differing_bits) == (0, 0)
+    assert 0 < together.accepted < together.drafted
+    assert "3 at once" in lines(together)[0]
+    assert "at once" not in lines(alone)[0]
+
+
+def test_a_wrong_rule_is_found_in_a_batch(
+    engine: Engine, prompts: list[tuple[str, Prompt]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_module, "accept_path", accepts_anything)
+    outcome = verify(engine, prompts, SETTINGS, batch=2)
+    assert not outcome.passed
+    assert 0 < outcome.differing_tokens <= 2
+    assert {one.prompt for one in outcome.differences} <= {"p0", "p1"}
+
+
+def test_one_other_bit_in_compiled_loops_is_a_failure(
+    engine: Engine, prompts: list[tuple[str, Prompt]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = module._Watch.__call__
+
+    def flips(self: module._Watch, verified: Any) -> Any:
+        if len(verified.logits) > 1:  # a step with drafts
+            verified.logits.view(torch.int32)[0, 0] ^= 1
+        return seen(self, verified)
+
+    monkeypatch.setattr(module._Watch, "__call__", flips)
+    outcome = verify(engine, prompts, SETTINGS)
+    assert engine.target.cpu is not None
+    assert (outcome.differing_tokens, outcome.passed) == (0, False)
+    assert outcome.differing_bits > 0
 
 
 def test_a_wrong_rule_fails_and_shows_where(
@@ -94,15 +138,20 @@ def test_a_wrong_rule_fails_and_shows_where(
 def test_margins_are_those_of_the_choice_with_its_noise(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
     prompt = prompts[0][1]
     greedy = engine.generate(prompt, replace(SETTINGS, record_margins=True))
-    outcome = Verification({"exactness": "fast", "dtype": "float32", "quantized": False})
-    answer = module._answer(engine, prompt, SETTINGS, outcome)
-    assert answer.margins[: len(greedy.margins)] == pytest.approx(list(greedy.margins), abs=1e-4)
-    drawn = module._answer(engine, prompt, replace(SETTINGS, temperature=2.0, seed=3), outcome)
+
+    def answer(settings: SamplingParams) -> module._Answer:
+        return module._answers(engine, [module._Request("p0", prompt, settings)], result(), speculate=True)[0]
+
+    assert answer(SETTINGS).margins[: len(greedy.margins)] == pytest.approx(list(greedy.margins), abs=1e-4)
+    drawn = answer(replace(SETTINGS, temperature=2.0, seed=3))
     assert drawn.margins[0] != pytest.approx(greedy.margins[0], abs=1e-4)
 
 
-def result(dtype: str = "float32", exactness: str = "fast", **fields: Any) -> Verification:
-    about = {"model": "m", "dtype": dtype, "exactness": exactness, "device": "d", "quantized": False}
+def result(
+    dtype: str = "float32", exactness: str = "fast", forward: str = "torch", quantized: bool = False, **fields: Any
+) -> Verification:
+    about = {"model": "m", "dtype": dtype, "exactness": exactness, "device": "d"}
+    about |= {"quantized": quantized, "forward": forward}
     return Verification(about, **{"answers": 2, "tokens": 100, "drafted": 60, "accepted": 40} | fields)
 
 
@@ -113,25 +162,37 @@ DIFFERENCE = Difference("p0", 4, 17, " a", " b", 0.0123)
     ("outcome", "passed"),
     [
         (result(), True),
-        (result(other_bits=9), True),
+        (result(differing_bits=9), True),
         (result(differences=[DIFFERENCE]), False),
-        (result("bfloat16", differences=[DIFFERENCE], other_bits=9), True),
+        (result("bfloat16", differences=[DIFFERENCE], differing_bits=9), True),
         (result("bfloat16", "strict"), True),
-        (result("bfloat16", "strict", other_bits=1), False),
+        (result("bfloat16", "strict", differing_bits=1), False),
         (result("float16", "strict", differences=[DIFFERENCE]), False),
+        (result(quantized=True, differences=[DIFFERENCE], differing_bits=1), True),
+        (result("float16", quantized=True, exactness="strict", differing_bits=1), False),
+        (result(forward="compiled"), True),
+        (result(forward="compiled", differing_bits=1), False),
+        (result("bfloat16", forward="compiled", differing_bits=1), False),
+        (result("bfloat16", forward="compiled", differences=[DIFFERENCE]), False),
+        (result(forward="compiled", quantized=True, differing_bits=1), False),
+        (result(forward="compiled", quantized=True, differences=[DIFFERENCE]), False),
     ],
 )
-def test_tokens_must_agree_in_float32_and_bits_too_in_strict_mode(outcome: Verification, passed: bool) -> None:
+def test_tokens_must_agree_in_float32_and_bits_too_in_strict_mode_and_compiled_loops(
+    outcome: Verification, passed: bool
+) -> None:
     assert outcome.passed is passed
     assert outcome.to_dict()["passed"] is passed
     assert ("FAILED" in lines(outcome)[-1]) is not passed
 
 
 def test_a_report_names_each_difference() -> None:
-    outcome = result("bfloat16", differences=[DIFFERENCE] * 22, other_bits=30, plain_s=2.0, plain_tokens=10)
+    outcome = result(
+        "bfloat16", differences=[DIFFERENCE] * 22, differing_tokens=22, differing_bits=30, plain_s=2.0, plain_tokens=10
+    )
     outcome = replace(outcome, reader_s=1.0, reader_tokens=10)
     text = lines(outcome)
-    assert text[1] == "100 tokens of 2 answers compared: 22 differ; 30 positions have logits of other bits"
+    assert text[1] == "100 tokens of 2 answers compared: 22 differ; 30 have logits of other bits"
     assert text[2] == "40 of 60 drafted tokens were accepted"
     assert text[3] == "  p0, seed 4, token 17: plain ' a', drafted ' b', margin 0.0123"
     assert text[23] == "  and 2 more (--json lists all)"
@@ -158,10 +219,11 @@ def test_the_command_reads_prompts_and_prints_one_json_object(folder: Path, tmp_
     rows = [{"id": f"q{number}", "category": "a", "turns": [text]} for number, text in enumerate(TEXTS)]
     file.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--model", folder, "--prompts", file, "--max-tokens", 8, "--dtype", "float32", "--device", "cpu"]
-    done = run(*arguments, "--temperature", 0.7, "--seeds", "1,2", "--json")
+    done = run(*arguments, "--temperature", 0.7, "--seeds", "1,2", "--batch", 2, "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
-    assert (report["answers"], report["tokens"], report["passed"]) == (4, 32, True)
+    assert (report["answers"], report["tokens"], report["passed"], report["batch"]) == (4, 32, True, 2)
+    assert (report["differing_tokens"], report["differing_bits"]) == (0, 0)
     assert report["machine"]["dtype"] == "float32"
 
 
@@ -171,7 +233,7 @@ def test_without_a_file_there_are_prompts_of_its_own(folder: Path) -> None:
         "--device", "cpu", "--exactness", "strict",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert "8 tokens of 2 answers compared: 0 differ; 0 positions" in done.stdout
+    assert "8 tokens of 2 answers compared: 0 differ; 0 have logits of other bits" in done.stdout
     assert "passed: the same tokens and the same bits" in done.stdout
 
 
@@ -194,6 +256,7 @@ def test_a_difference_is_exit_status_1(folder: Path, monkeypatch: pytest.MonkeyP
         (["--categories", "songs"], "there are rag, summarization and chat"),
         (["--top-p", "0"], "top_p must be in"),
         (["--temperature", "-1"], "--temperature"),
+        (["--batch", "0"], "--batch"),
     ],
 )
 def test_bad_settings_are_refused_before_the_model_is_loaded(arguments: list[str], message: str) -> None:
@@ -208,17 +271,11 @@ def test_without_drafts_nothing_is_tested() -> None:
     assert not any("times" in line for line in text)
 
 
-def test_quantised_weights_may_round(engine: Engine) -> None:
-    held = result(differences=[DIFFERENCE])
-    held.machine["quantized"] = True
-    assert held.passed
-
-
 def test_a_margin_without_a_second_best_is_unknown(engine: Engine, prompts: list[tuple[str, Prompt]]) -> None:
     outcome = result()
     answer = module._Answer((5, 6), "ab", [b"x", b"y"], [1.0, float("inf")])
     other = module._Answer((5, 7), "ac", [b"x", b"y"], [1.0, 1.0])
-    module._compare(engine, "p0", None, answer, other, outcome)
+    module._compare(engine, module._Request("p0", prompts[0][1], SETTINGS), answer, other, outcome)
     assert outcome.differences[0].margin is None
     assert "margin unknown" in lines(outcome)[3]
     json.dumps(outcome.to_dict(), allow_nan=False)
