@@ -111,7 +111,7 @@ def _two_scores(keys: Any, n: Any, m: Any, queries: Any, scale: Any) -> Any:
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _exponential(x: Any) -> Any:
-    """`_exp` of Lanes."""
+    """`exp` of Lanes."""
     x = lanes.clamp(x, lanes.spread(np.float32(-87.0)), lanes.spread(np.float32(88.0)))
     scaled = lanes.multiply_add(x, lanes.spread(np.float32(1.44269504)), lanes.spread(np.float32(0.5)))
     n = lanes.floor(scaled)

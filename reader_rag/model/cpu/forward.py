@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.cpu.attention import Caches, Paths, Rotation
-from reader_rag.model.cpu.layers import LINEARS, Buffers, Weights, compute_layers
-from reader_rag.model.cpu.products import ROWS_AT_ONCE, Heads, Linear, Norm, norm_and_project
+from reader_rag.model.cpu.layers import LINEARS, Buffers, FloatWeights, compute_layers, norm_and_project
+from reader_rag.model.cpu.products import ROWS_AT_ONCE, FloatRows, Heads, Linear, Norm
 from reader_rag.model.cpu.simd import LANES
 
 Array = NDArray[Any]
@@ -163,7 +163,8 @@ class CpuForward:
         x[:rows] = _widened(self._embedding[tokens])
         features = dict(zip(LINEARS, self._weights.shapes[:, 0].tolist(), strict=True))
         heads = Heads(*(buffer(features[name]) for name in "qkv"))
-        buffers = Buffers(np.zeros_like(x), heads, np.zeros_like(heads.q), buffer(features["gate"]))
+        attended, gated = np.zeros_like(heads.q), buffer(features["gate"])
+        buffers = Buffers(FloatRows(np.zeros_like(x)), heads, attended, FloatRows(attended), gated, FloatRows(gated))
         with _pool:
             threads = torch.get_num_threads()
             numba.set_num_threads(min(threads, _numba.NUMBA_NUM_THREADS))
@@ -175,7 +176,7 @@ class CpuForward:
             last = buffer(x.shape[1], len(chosen))
             last[: len(chosen)] = x[chosen]
             logits = np.empty((len(last), self._head.weight.shape[0]), np.float32)
-            norm_and_project(last, len(chosen), self._norm, np.zeros_like(last), self._head, logits)
+            norm_and_project(last, len(chosen), self._norm, FloatRows(np.zeros_like(last)), self._head, logits)
         return list(torch.from_numpy(logits[: len(chosen)]).split([len(rows) for rows in wanted]))
 
     def _caches(self, texts: Sequence[Rows], starts: NDArray[np.int64]) -> Caches:
@@ -196,8 +197,8 @@ class CpuForward:
             self._rotation = Rotation(cos[0].float().numpy(), sin[0].float().numpy())
         return self._rotation
 
-    def _layers_of(self, layers: Sequence[Any], epsilon: np.float32, scale: np.float32) -> Weights:
-        """Weights of all layers; their arrays are held in `_held`, since `Weights` has their addresses alone."""
+    def _layers_of(self, layers: Sequence[Any], epsilon: np.float32, scale: np.float32) -> FloatWeights:
+        """Weights of all layers; their arrays are held in `_held`, since `FloatWeights` has their addresses alone."""
         norms, linears = [], []
         for layer in layers:
             attention, feed = layer.self_attn, layer.mlp
@@ -214,7 +215,7 @@ class CpuForward:
             [a.weight.shape for a in others] != [a.weight.shape for a in linears[0]] for others in linears
         ):
             raise _Unknown("layers of different shapes")
-        return Weights(
+        return FloatWeights(
             norms=np.array([[array.ctypes.data for array in layer] for layer in norms]),
             widths=np.array([len(array) for array in norms[0]]),
             linears=np.array([[[part.ctypes.data for part in linear] for linear in layer] for layer in linears]),

@@ -39,6 +39,31 @@ class Linear(NamedTuple):
     bias: Any
 
 
+class HeadLinears(NamedTuple):
+    """The linear layers of queries, keys and values: `Linear` each."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class GateLinears(NamedTuple):
+    """The linear layers of a gated feed-forward layer: `Linear` each, of as many features."""
+
+    gate: Any
+    up: Any
+
+
+class FloatRows(NamedTuple):
+    """The inputs of products.
+
+    Attributes:
+        values: float32 [rows up to a multiple of 4, inputs].
+    """
+
+    values: Any
+
+
 class Norm(NamedTuple):
     """A root mean square normalisation (arXiv 1910.07467).
 
@@ -102,7 +127,7 @@ def normalize(row: Any, weight: Any, epsilon: Any, out: Any) -> None:
 
 
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _exp(x: Any) -> Any:
+def exp(x: Any) -> Any:
     """e**x in float32, within two units in the last place; a loop over it becomes vector code."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
@@ -140,51 +165,56 @@ def _pair(weight: Any, pair: Any, bias: Any, x: Any, rows: Any, out: Any) -> Non
         out[r + 3, n], out[r + 3, m] = rounded(a3 + bias[n], weight), rounded(b3 + bias[m], weight)
 
 
-@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
-def norm_and_project(x: Any, rows: Any, norm: Any, normed: Any, linear: Any, out: Any) -> None:
-    """`out = linear(norm(x))`.
+@njit(cache=True, error_model="numpy", nogil=True)
+def norm_rows(x: Any, rows: Any, norm: Any, inputs: Any) -> None:
+    """`inputs = norm(x)`.
 
     Args:
-        x: float32 [rows up to a multiple of 4, inputs].
+        x: float32 [>= rows, width].
         rows: Rows to compute.
-        norm: `Norm` of the inputs.
-        normed: Like `x`; overwritten with `norm(x)`.
+        norm: `Norm`.
+        inputs: `FloatRows`; overwritten.
+    """
+    for r in range(rows):
+        normalize(x[r], norm.weight, norm.epsilon, inputs.values[r])
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def project(inputs: Any, rows: Any, linear: Any, out: Any) -> None:
+    """`out = linear(inputs)`.
+
+    Args:
+        inputs: `FloatRows`.
+        rows: Rows to compute.
         linear: `Linear`.
         out: float32 [rows up to a multiple of 4, features].
     """
-    weight, bias = linear.weight, linear.bias
-    for r in range(rows):
-        normalize(x[r], norm.weight, norm.epsilon, normed[r])
+    weight, bias, values = linear.weight, linear.bias, inputs.values
     for pair in prange((weight.shape[0] + 1) // 2):
-        _pair(weight, pair, bias, normed, rows, out)
+        _pair(weight, pair, bias, values, rows, out)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
-def norm_and_project_heads(x: Any, rows: Any, norm: Any, normed: Any, q: Any, k: Any, v: Any, heads: Any) -> None:
-    """Queries, keys and values of `norm(x)`.
+def project_heads(inputs: Any, rows: Any, linears: Any, heads: Any) -> None:
+    """Queries, keys and values.
 
     Args:
-        x: float32 [rows up to a multiple of 4, inputs].
+        inputs: `FloatRows`.
         rows: Rows to compute.
-        norm: `Norm` of the inputs.
-        normed: Like `x`; overwritten with `norm(x)`.
-        q: `Linear` of the queries.
-        k: `Linear` of the keys.
-        v: `Linear` of the values.
+        linears: `HeadLinears`.
         heads: `Heads`; overwritten.
     """
+    q, k, v = linears.q, linears.k, linears.v
     weight_q, bias_q, weight_k, bias_k, weight_v, bias_v = q.weight, q.bias, k.weight, k.bias, v.weight, v.bias
-    queries, keys, values = heads.q, heads.k, heads.v
-    for r in range(rows):
-        normalize(x[r], norm.weight, norm.epsilon, normed[r])
+    queries, keys, values, x = heads.q, heads.k, heads.v, inputs.values
     pairs_q, pairs_k = (weight_q.shape[0] + 1) // 2, (weight_k.shape[0] + 1) // 2
     for pair in prange(pairs_q + pairs_k + (weight_v.shape[0] + 1) // 2):
         if pair < pairs_q:
-            _pair(weight_q, pair, bias_q, normed, rows, queries)
+            _pair(weight_q, pair, bias_q, x, rows, queries)
         elif pair < pairs_q + pairs_k:
-            _pair(weight_k, pair - pairs_q, bias_k, normed, rows, keys)
+            _pair(weight_k, pair - pairs_q, bias_k, x, rows, keys)
         else:
-            _pair(weight_v, pair - pairs_q - pairs_k, bias_v, normed, rows, values)
+            _pair(weight_v, pair - pairs_q - pairs_k, bias_v, x, rows, values)
 
 
 _BLOCK = 32
@@ -196,26 +226,22 @@ def _gate(gated: Any, out: Any, like: Any) -> None:
     """`out = silu(gated) * out`."""
     for k in range(gated.shape[0]):
         value = rounded(gated[k], like)
-        value = rounded(value / (np.float32(1) + _exp(-value)), like)
+        value = rounded(value / (np.float32(1) + exp(-value)), like)
         out[k] = rounded(value * rounded(out[k], like), like)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
-def norm_and_gate(x: Any, rows: Any, norm: Any, normed: Any, gate: Any, up: Any, out: Any) -> None:
-    """`out = silu(gate(norm(x))) * up(norm(x))`.
+def project_gated(inputs: Any, rows: Any, linears: Any, out: Any) -> None:
+    """`out = silu(gate(inputs)) * up(inputs)`.
 
     Args:
-        x: float32 [rows up to a multiple of 4, inputs].
+        inputs: `FloatRows`.
         rows: Rows to compute.
-        norm: `Norm` of the inputs.
-        normed: Like `x`; overwritten with `norm(x)`.
-        gate: `Linear`.
-        up: `Linear`, of as many features.
+        linears: `GateLinears`.
         out: float32 [rows up to a multiple of 4, features].
     """
+    gate, up, values = linears.gate, linears.up, inputs.values
     weight_gate, bias_gate, weight_up, bias_up = gate.weight, gate.bias, up.weight, up.bias
-    for r in range(rows):
-        normalize(x[r], norm.weight, norm.epsilon, normed[r])
     blocks = (weight_gate.shape[0] + _BLOCK - 1) // _BLOCK
     for block in prange(blocks):
         first = np.int64(block) * _BLOCK
@@ -225,7 +251,7 @@ def norm_and_gate(x: Any, rows: Any, norm: Any, normed: Any, gate: Any, up: Any,
             n = first + k
             for r in range(0, rows, 4):
                 g0, g1, g2, g3, u0, u1, u2, u3 = _products(
-                    weight_gate[n], weight_up[n], normed[r], normed[r + 1], normed[r + 2], normed[r + 3]
+                    weight_gate[n], weight_up[n], values[r], values[r + 1], values[r + 2], values[r + 3]
                 )
                 gated[r, k], out[r, n] = g0 + bias_gate[n], u0 + bias_up[n]
                 gated[r + 1, k], out[r + 1, n] = g1 + bias_gate[n], u1 + bias_up[n]
@@ -236,16 +262,16 @@ def norm_and_gate(x: Any, rows: Any, norm: Any, normed: Any, gate: Any, up: Any,
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
-def project_and_add(values: Any, rows: Any, linear: Any, x: Any) -> None:
-    """`x += linear(values)`.
+def project_and_add(inputs: Any, rows: Any, linear: Any, x: Any) -> None:
+    """`x += linear(inputs)`.
 
     Args:
-        values: float32 [rows up to a multiple of 4, inputs].
+        inputs: `FloatRows`.
         rows: Rows to compute.
         linear: `Linear`.
         x: float32 [rows up to a multiple of 4, features].
     """
-    weight, bias = linear.weight, linear.bias
+    weight, bias, values = linear.weight, linear.bias, inputs.values
     for pair in prange((weight.shape[0] + 1) // 2):
         n, m = _two_streams(pair, weight.shape[0])
         p = np.empty(8, np.float32)
