@@ -9,9 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
+
+from reader_rag.model.cpu.int8_tile import FEATURES, INPUTS, OFFSET
 
 GREATEST = 127
 """Magnitude of the largest quantised value; -128 is not used."""
+_GPU_ROWS, _GPU_MULTIPLE = 32, 8
+"""On CUDA, `torch._int_mm` takes more than 16 rows, and inputs and features in multiples of 8."""
 
 
 class Int8Weight(NamedTuple):
@@ -48,5 +53,63 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     greatest = rows.abs().amax(-1)
     inverse = torch.where(greatest > 0, GREATEST / greatest, 0.0)
-    values = torch.round(rows * inverse[:, None]).clamp_(-GREATEST, GREATEST)
-    return values.to(torch.int8), greatest / GREATEST
+    return torch.round(rows * inverse[:, None]).to(torch.int8), greatest / GREATEST
+
+
+def multiply(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Exact products of quantised rows, by PyTorch.
+
+    Args:
+        rows: int8 [rows, inputs].
+        values: int8 [features, inputs], on the same device.
+
+    Returns:
+        int32 [rows, features].
+    """
+    if rows.device.type == "cpu":
+        return torch._int_mm(rows, values.t())
+    count, features = len(rows), len(values)
+    more = -rows.shape[1] % _GPU_MULTIPLE
+    rows = pad(rows, (0, more, 0, -count % _GPU_ROWS))
+    values = pad(values, (0, more, 0, -features % _GPU_MULTIPLE))
+    return torch._int_mm(rows, values.t())[:count, :features]
+
+
+def pack(values: torch.Tensor) -> torch.Tensor:
+    """The weight in the order in which the compiled loops read it (see `int8_tile`).
+
+    Args:
+        values: int8 [features, inputs], on the CPU.
+
+    Returns:
+        uint8 [blocks, depth, 64], with zeros for features and inputs that are not there.
+    """
+    features, inputs = values.shape
+    blocks, depth = packed_shape(features, inputs)
+    packed = torch.empty((blocks, depth, FEATURES, INPUTS), dtype=torch.uint8)
+    for block in range(blocks):  # block by block, so that no copy of the whole is made
+        part = values[block * FEATURES : (block + 1) * FEATURES]
+        whole = pad(part, (0, depth * INPUTS - inputs, 0, FEATURES - len(part)))
+        packed[block] = (whole.view(torch.uint8) ^ OFFSET).view(FEATURES, depth, INPUTS).transpose(0, 1)
+    return packed.view(blocks, depth, FEATURES * INPUTS)
+
+
+def unpack(packed: torch.Tensor, features: int, inputs: int) -> torch.Tensor:
+    """The weight that was packed.
+
+    Args:
+        packed: uint8 [blocks, depth, 64].
+        features: Its features.
+        inputs: Its inputs.
+
+    Returns:
+        int8 [features, inputs].
+    """
+    blocks, depth, _ = packed.shape
+    values = (packed ^ OFFSET).view(torch.int8).view(blocks, depth, FEATURES, INPUTS).transpose(1, 2)
+    return values.reshape(blocks * FEATURES, depth * INPUTS)[:features, :inputs].contiguous()
+
+
+def packed_shape(features: int, inputs: int) -> tuple[int, int]:
+    """Blocks and depth of a packed weight."""
+    return -(-features // FEATURES), -(-inputs // INPUTS)

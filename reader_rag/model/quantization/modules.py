@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numba
+import numpy as np
 import torch
 from torch import nn
 
-from reader_rag.model.quantization.int8 import Int8Weight, quantise_rows, quantise_weight
+from reader_rag.model.cpu.int8_products import PackedLinear, QuantisedRows, project
+from reader_rag.model.cpu.int8_products import quantise_rows as quantise_rows_in_place
+from reader_rag.model.cpu.int8_tile import FEATURES, INPUTS
+from reader_rag.model.cpu.threads import numba_threads
+from reader_rag.model.quantization.int8 import (
+    Int8Weight,
+    multiply,
+    pack,
+    packed_shape,
+    quantise_rows,
+    quantise_weight,
+    unpack,
+)
+
+_numba: Any = numba.config
 
 
 class Int8Linear(nn.Module):
-    """A linear layer of int8 weights on int8 activations.
+    """A linear layer of int8 weights on int8 activations, in floating point outside.
+
+    On the CPU its weight is packed for the compiled loops; elsewhere it is multiplied by PyTorch. Both give the same
+    integers.
 
     Args:
         weight: The quantised weight.
@@ -18,20 +40,43 @@ class Int8Linear(nn.Module):
     Attributes:
         in_features: Inputs.
         out_features: Features.
+        weight: An empty float32 tensor. Some models ask the weight for the type of a layer's inputs.
+        values: The weight, uint8 [blocks, depth, 64] where it is packed, else int8 [features, inputs].
+        scales: float32 [features up to a multiple of 16].
+        bias: float32 [features up to a multiple of 16].
     """
+
+    weight: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor
 
     def __init__(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.values.shape
+        self.register_buffer("weight", torch.empty(0), persistent=False)
         self.register_buffer("values", weight.values)
-        self.register_buffer("scales", weight.scales)
-        self.register_buffer("bias", None if bias is None else bias.detach().float())
+        self.register_buffer("scales", self._padded(weight.scales))
+        self.register_buffer("bias", self._padded(torch.zeros(0) if bias is None else bias))
+        self._pack()
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Int8Linear:
         """The quantised form of a linear layer."""
         return cls(quantise_weight(linear.weight.detach()), linear.bias)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight is packed for the compiled loops."""
+        return self.values.dtype == torch.uint8
+
+    @property
+    def quantised(self) -> Int8Weight:
+        """The weight; a copy where it is packed."""
+        values = unpack(self.values, self.out_features, self.in_features) if self.is_packed else self.values
+        return Int8Weight(values, self.scales[: self.out_features])
+
+    @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's outputs, float32 [..., features].
 
@@ -39,12 +84,41 @@ class Int8Linear(nn.Module):
             x: Floating point [..., inputs].
         """
         rows = x.reshape(-1, self.in_features).float()
+        out = self._project(rows) if self.is_packed else self._multiply(rows)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _project(self, rows: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(rows), self.out_features)
+        if len(rows):
+            inputs = quantised_rows(len(rows), self.values.shape[1])
+            linear = PackedLinear(self.values.numpy(), self.scales.numpy(), self.bias.numpy())
+            with numba_threads():
+                quantise_rows_in_place(rows.contiguous().numpy(), len(rows), inputs)
+                project(inputs, len(rows), linear, out.numpy())
+        return out
+
+    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         values, scales = quantise_rows(rows)
-        products = torch._int_mm(values, self.values.t()).float()
-        out = products * scales[:, None] * self.scales
-        if self.bias is not None:
-            out = out + self.bias
-        return out.reshape(*x.shape[:-1], self.out_features)
+        products = multiply(values, self.values).float()
+        return products * scales[:, None] * self.scales[: self.out_features] + self.bias[: self.out_features]
+
+    def _padded(self, values: torch.Tensor) -> torch.Tensor:
+        padded = torch.zeros(packed_shape(self.out_features, self.in_features)[0] * FEATURES, device=values.device)
+        padded[: len(values)] = values.detach()
+        return padded
+
+    def _pack(self) -> None:
+        if self.values.device.type == "cpu" and not _numba.DISABLE_JIT:
+            self.values = pack(self.values)
+
+    def _apply(self, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to`, `cuda` and `cpu` do: the weight moves unpacked, and scales keep their type."""
+        self.values = self.quantised.values
+        moved = change(self.values)
+        for name in ("weight", "values", "scales", "bias"):
+            setattr(self, name, getattr(self, name).to(moved.device))
+        self._pack()
+        return self
 
 
 class HalfEmbedding(nn.Embedding):
@@ -53,3 +127,34 @@ class HalfEmbedding(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """float32 [..., width] of token ids [...]."""
         return super().forward(input).float()
+
+
+def quantised_rows(rows: int, depth: int) -> QuantisedRows:
+    """Room for the inputs of products.
+
+    Args:
+        rows: Rows.
+        depth: Inputs / 4 of the packed weights.
+    """
+    return QuantisedRows(
+        np.zeros((rows, depth * INPUTS), np.int8), np.empty(rows, np.float32), np.empty(rows, np.int32)
+    )
+
+
+def fuse(linears: Sequence[Int8Linear]) -> PackedLinear:
+    """Lay packed layers that share their inputs one behind the other in memory; they go on working.
+
+    Args:
+        linears: At least one, on the CPU, packed.
+
+    Returns:
+        One layer of all their blocks.
+    """
+    fused = []
+    for name in ("values", "scales", "bias"):
+        parts = [getattr(linear, name) for linear in linears]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        for linear, part in zip(linears, whole.split([len(part) for part in parts]), strict=True):
+            setattr(linear, name, part)
+        fused.append(whole.numpy())
+    return PackedLinear(*fused)
