@@ -29,6 +29,8 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_NOT_UTF8 = "the name is not valid UTF-8; rename it"
 _MOST_CONTROL_CHARACTERS = 0.01  # share of all characters; text has none or a single one
 
 
@@ -43,7 +45,7 @@ class FoundFiles:
     Attributes:
         root: Absolute path of the file or folder that the user passed.
         files: Absolute paths, sorted, without hidden files and folders.
-        unlisted: Folders that could not be listed, with the reason.
+        unlisted: Files and folders that cannot be listed or stored, with the reason.
     """
 
     root: Path
@@ -59,28 +61,60 @@ def find_files(root: Path, exclude: Path | None) -> FoundFiles:
         exclude: A folder to skip: the store's own; None: no folder.
 
     Raises:
-        IngestError: There is no such path, or it cannot be read.
+        IngestError: There is no such path, it cannot be read, or its name cannot be stored.
     """
-    root = Path(os.path.realpath(root))
-    excluded = None if exclude is None else Path(os.path.realpath(exclude))
     try:
+        root = Path(os.path.realpath(root))
         kind = root.stat().st_mode
-    except OSError as error:
-        raise IngestError(f"there is no file or folder {root} to read ({error.strerror}); check the path") from error
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", None) or error
+        raise IngestError(f"there is no file or folder {printable(root)} to read ({reason}); check the path") from error
+    if not _is_utf8(str(root)):
+        raise IngestError(f"{printable(root)}: {_NOT_UTF8}; nothing was changed")
+    excluded = None if exclude is None else Path(os.path.realpath(exclude))
     found = FoundFiles(root)
     if not stat.S_ISDIR(kind):
         found.files.append(root)
         return found
-
-    def note(error: OSError) -> None:
-        found.unlisted.append((Path(error.filename), f"folder cannot be listed: {error.strerror}"))
-
-    for folder, subfolders, names in os.walk(root, onerror=note):
-        here = Path(folder)
-        subfolders[:] = sorted(s for s in subfolders if not s.startswith(".") and here / s != excluded)
-        found.files.extend(here / name for name in names if not name.startswith("."))
+    folders = [root]
+    while folders:  # not by recursion: folders may be nested deeper than Python's stack
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    path = folder / entry.name
+                    if entry.name.startswith(".") or path == excluded:
+                        continue
+                    if not _is_utf8(entry.name):
+                        found.unlisted.append((path, _NOT_UTF8))
+                    elif entry.is_dir(follow_symlinks=False):
+                        folders.append(path)
+                    elif not path.is_dir():
+                        found.files.append(path)
+        except OSError as error:
+            found.unlisted.append((folder, f"folder cannot be listed: {error.strerror}"))
     found.files.sort()
+    found.unlisted.sort()
     return found
+
+
+def printable(path: Path) -> str:
+    """A path as text in one line that every stream can write: other bytes and control characters as escapes.
+
+    Args:
+        path: The path.
+    """
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a text can be stored. A file name that is not valid UTF-8 has lone surrogates in Python."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_bytes(path: Path) -> bytes:
@@ -123,7 +157,8 @@ def parse(path: Path, data: bytes) -> list[Document]:
     if not documents:
         raise UnusableFileError("holds no text")
     for document in documents:
-        own = {key: value for key, value in document.metadata.items() if key in ("page_label",)}
+        document.set_content(_encodable(document.text))
+        own = {key: _encodable(str(value)) for key, value in document.metadata.items() if key in ("page_label",)}
         document.id_ = str(path)
         document.metadata = {"file_path": str(path), "file_name": path.name, **own}
         document.excluded_llm_metadata_keys = list(document.metadata)
@@ -153,6 +188,11 @@ def decode(data: bytes) -> str:
     if len(_CONTROL_CHARACTERS.findall(text)) > _MOST_CONTROL_CHARACTERS * len(text):
         raise UnusableFileError("binary")
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _encodable(text: str) -> str:
+    """The text with a question mark for each lone surrogate, which readers return for broken characters of a file."""
+    return text if _is_utf8(text) else text.encode("utf-8", "replace").decode()
 
 
 def content_hash(data: bytes, settings: str) -> str:

@@ -17,7 +17,7 @@ from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreNotFoundError, StoreWriteError
 from reader_rag.rag.chunking import Chunker
 from reader_rag.rag.embedding import SizedEmbedding
-from reader_rag.rag.files import FoundFiles, UnusableFileError, content_hash, find_files, parse, read_bytes
+from reader_rag.rag.files import FoundFiles, UnusableFileError, content_hash, find_files, parse, printable, read_bytes
 from reader_rag.rag.stores.location import local_folder, lock_folder, open_store
 from reader_rag.rag.stores.records import DocumentRecord
 
@@ -35,10 +35,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """A file or folder that could not be ingested.
+    """A file or folder that could not be ingested; as text, one line that can be printed whatever the path holds.
 
     Attributes:
-        path: Absolute path.
+        path: Absolute path; a name that is not valid UTF-8 has lone surrogates, as everywhere in Python.
         reason: The reason in a few words.
         kept_old: Whether the store keeps the path's content of an earlier ingestion.
     """
@@ -46,6 +46,10 @@ class SkippedFile:
     path: Path
     reason: str
     kept_old: bool = False
+
+    def __str__(self) -> str:
+        kept = "; its earlier version stays in the store" if self.kept_old else ""
+        return f"{printable(self.path)}: {self.reason}{kept}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def ingest(
         if not (plan.records or plan.unchanged):
             first = plan.skipped[0]
             raise IngestError(
-                f"none of the {len(plan.skipped)} files can be ingested, e.g. {first.path}: {first.reason}"
+                f"none of the {len(plan.skipped)} files can be ingested, e.g. {printable(first.path)}: {first.reason}"
             )
         _embed(plan.nodes, embed_model, report)
         with (
@@ -177,8 +181,8 @@ def _require_files(roots: Sequence[FoundFiles]) -> None:
         raise IngestError("no path was given: name a file or folder to ingest")
     for found in roots:
         if not found.files:
-            reason = found.unlisted[0][1] if found.unlisted else "no file in it (hidden files are skipped)"
-            raise IngestError(f"{found.root}: {reason}; nothing was changed")
+            path, reason = (found.unlisted or [(found.root, "no file in it (hidden files are skipped)")])[0]
+            raise IngestError(f"{printable(path)}: {reason}; nothing was changed")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ def test_bad_files_among_good_ones_are_listed_and_the_good_go_in(
     assert warning == "warning: 3 skipped:"
     names = [re.match(r"  .*/(\w+\.\w+): \w+", line) for line in skipped]
     assert [match and match[1] for match in names] == ["gone.txt", "nothing.txt", "picture.bin"]
+
+
+def test_names_that_are_not_valid_utf8_are_listed(docs: Path, tmp_path: Path, word_embedding: None) -> None:
+    try:
+        Path(os.fsdecode(os.fsencode(docs) + b"/caf\xe9\n.txt")).write_text("Gulls cry.")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    result = run("ingest", docs, "--store", tmp_path / "store")
+    assert (result.exit_code, result.stdout[:8]) == (2, "2 added;")
+    assert result.stderr.splitlines()[1:] == [f"  {docs}/caf\\xe9\\n.txt: the name is not valid UTF-8; rename it"]
 
 
 def test_nothing_to_ingest_is_an_error(tmp_path: Path, word_embedding: None) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from llama_index.core.schema import Document
 
 from reader_rag.errors import IngestError
-from reader_rag.rag.files import UnusableFileError, decode, find_files, parse, read_bytes
+from reader_rag.rag.files import UnusableFileError, decode, find_files, parse, printable, read_bytes
 
 Write = Callable[[str, str | bytes], Path]
 
@@ -128,3 +130,57 @@ def test_without_the_extra_a_pdf_names_the_command_that_installs_it(
     path = write("a.pdf", b"%PDF-1.4")
     with pytest.raises(UnusableFileError, match=r"pip install 'reader-rag\[files\]'"):
         parse(path, b"%PDF-1.4")
+
+
+def make_named(folder: Path, name: bytes, content: bytes = b"text") -> Path:
+    """Make a file with any bytes as its name; skips where the file system has names of characters only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = Path(os.fsdecode(os.fsencode(folder) + b"/" + name))
+    try:
+        path.write_bytes(content)
+    except OSError:
+        pytest.skip("this file system has no such names")
+    return path
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9.txt", b"\xff", b"\xed\xa0\x80.txt", b"\xc0\xaf.md"])
+def test_names_that_are_not_valid_utf8_are_reported(write: Write, tmp_path: Path, name: bytes) -> None:
+    good = write("good.txt", "good")
+    bad = make_named(good.parent, name)
+    inside = Path(os.fsdecode(os.fsencode(good.parent) + b"/folder" + name))
+    inside.mkdir()
+    (inside / "fine.txt").write_text("in a folder that cannot be named")
+    found = find_files(good.parent, exclude=None)
+    assert found.files == [good]
+    reason = "the name is not valid UTF-8; rename it"
+    assert found.unlisted == sorted([(bad, reason), (inside, reason)])
+    with pytest.raises(IngestError, match="the name is not valid UTF-8") as caught:
+        find_files(bad, exclude=None)
+    str(caught.value).encode()
+
+
+def test_paths_are_printed_in_one_line(tmp_path: Path) -> None:
+    assert printable(Path("a/caf\udce9\n\x1b[2J.txt")) == r"a/caf\xe9\n\x1b[2J.txt"
+    assert printable(Path("näive.txt")) == "näive.txt"
+
+
+def test_folders_may_be_nested_deeper_than_the_stack(tmp_path: Path) -> None:
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(os.open("deep.txt", os.O_CREAT | os.O_WRONLY, dir_fd=here))
+    os.close(here)
+    (path,) = find_files(tmp_path, exclude=None).files
+    assert path.name == "deep.txt"
+    removed = subprocess.run(["rm", "-rf", str(tmp_path / "d")], timeout=60)  # shutil.rmtree recurses
+    assert removed.returncode == 0
+
+
+def test_broken_characters_of_a_reader_are_replaced(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [Document(text="broken \ud800 text", metadata={"page_label": "\udfff"})]
+    monkeypatch.setattr("reader_rag.rag.files._read_office_file", lambda path: documents)
+    (document,) = parse(write("a.pdf", b"%PDF"), b"%PDF")
+    assert (document.text, document.metadata["page_label"]) == ("broken ? text", "?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import uuid
@@ -460,3 +461,19 @@ def test_commits_of_two_tenants_wait_for_one_another(
         assert reports == []
     join(thread)
     assert reports[0].chunks == 1
+
+
+def test_a_name_that_is_not_valid_utf8_is_skipped_and_reported(run: Any, write: Write, docs: Path) -> None:
+    write("good.txt", "Cats purr.")
+    bad = Path(os.fsdecode(os.fsencode(docs) + b"/caf\xe9.txt"))
+    try:
+        bad.write_text("Dogs bark.")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    report = run(docs)
+    assert names(report.added) == ["good.txt"]
+    assert [str(skipped) for skipped in report.skipped] == [
+        f"{docs}/caf\\xe9.txt: the name is not valid UTF-8; rename it"
+    ]
+    report = run(docs)
+    assert (names(report.unchanged), len(report.skipped)) == (["good.txt"], 1)

@@ -61,8 +61,7 @@ def show_ingest(console: Console, report: IngestReport, store: str | Path) -> No
         return
     print_warning(f"{len(report.skipped)} skipped:")
     for skipped in report.skipped:
-        kept = "; its earlier version stays in the store" if skipped.kept_old else ""
-        messages().print(Text(clean(f"  {skipped.path}: {skipped.reason}{kept}")), soft_wrap=True)
+        messages().print(Text(clean(f"  {skipped}")), soft_wrap=True)
 
 
 def show_sources(console: Console, nodes: Sequence[NodeWithScore], citations: Sequence[Citation] = ()) -> None:
