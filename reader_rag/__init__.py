@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from reader_rag.config import DraftConfig as DraftConfig
     from reader_rag.config import EngineConfig as EngineConfig
     from reader_rag.config import Grammar as Grammar
+    from reader_rag.config import ReadLimits as ReadLimits
     from reader_rag.config import SamplingParams as SamplingParams
     from reader_rag.config.threads import configure_threads as configure_threads
     from reader_rag.engine.engine import Engine as Engine
@@ -39,6 +40,7 @@ _MODULES = {
     "FaissStore": "reader_rag.rag.stores.faiss_store",
     "Grammar": "reader_rag.config",
     "LocalEmbedding": "reader_rag.rag.embedding",
+    "ReadLimits": "reader_rag.config",
     "ReaderError": "reader_rag.errors",
     "ReaderLLM": "reader_rag.llm",
     "SamplingParams": "reader_rag.config",

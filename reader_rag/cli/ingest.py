@@ -10,6 +10,7 @@ import typer
 from reader_rag.bench.options import Device, TrustRemoteCode
 from reader_rag.cli.display.terminal import ingest_progress, output
 from reader_rag.cli.options import EmbedModel, Store, Tenant, VectorStore, store_place
+from reader_rag.config import ReadLimits
 from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 
 
@@ -29,6 +30,13 @@ def ingest(
     tenant: Tenant = "",
     embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
     device: Device = "auto",
+    follow_links: Annotated[
+        bool,
+        typer.Option("--follow-links", help="Read links in a folder to files outside of it, or to hidden files."),
+    ] = False,
+    read_seconds: Annotated[
+        float, typer.Option("--read-seconds", help="Most seconds to turn one file into text; others are skipped.")
+    ] = ReadLimits.read_seconds,
     datastore: Annotated[
         Path | None,
         typer.Option("--datastore", help="Datastore to put the passages into too, for drafts.", show_default="none"),
@@ -43,6 +51,7 @@ def ingest(
     reasons), 1 if nothing was changed.
     """
     place = store_place(store, vector_store)
+    limits = ReadLimits(read_seconds=read_seconds)
     from reader_rag.cli.display.show import show_ingest
     from reader_rag.cli.loading import ModelOptions
     from reader_rag.rag.ingest import ingest as ingest_files
@@ -58,6 +67,8 @@ def ingest(
             chunk_overlap=chunk_overlap,
             progress=progress,
             tenant=tenant,
+            follow_links=follow_links,
+            limits=limits,
         )
     show_ingest(output(), report, place)
     if datastore is not None:

@@ -9,6 +9,7 @@ from reader_rag.config.datastore import DatastoreConfig
 from reader_rag.config.draft import DraftConfig
 from reader_rag.config.engine import EngineConfig, Exactness, Forward, LoadConfig
 from reader_rag.config.grammar import Grammar
+from reader_rag.config.reading import ReadLimits
 from reader_rag.config.sampling import SamplingParams
 from reader_rag.config.setting import Setting, Settings, settings_of, unknown_argument
 from reader_rag.config.tenant import checked_tenant
@@ -22,6 +23,7 @@ __all__ = [
     "Forward",
     "Grammar",
     "LoadConfig",
+    "ReadLimits",
     "SamplingParams",
     "Setting",
     "Settings",

@@ -1,41 +1,35 @@
-"""Reads files into LlamaIndex documents; a file that cannot be read as text is reported with the reason."""
+"""Finds files, reads them into LlamaIndex documents, and reports with the reason what cannot be read as text."""
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import importlib.util
 import os
 import re
 import stat
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
-from llama_index.core.readers.file.base import SimpleDirectoryReader
 from llama_index.core.schema import Document
 
+from reader_rag.config.reading import ReadLimits
 from reader_rag.errors import IngestError
-from reader_rag.util.one_line import first_line
+from reader_rag.rag.reading.process import ReadingProcess
+from reader_rag.rag.reading.text import UnusableFileError as UnusableFileError
+from reader_rag.rag.reading.text import decode, is_encodable
+from reader_rag.rag.reading.worker import HTML_SUFFIXES
 
-# Formats that llama-index-readers-file turns into text; every other file is read as text itself.
+# Formats that llama-index-readers-file turns into text; every other file but HTML is read as text itself.
 OFFICE_SUFFIXES = frozenset({".pdf", ".docx", ".pptx", ".pptm", ".ppt", ".epub", ".hwp", ".xls", ".xlsx"})
 
-_BYTE_ORDER_MARKS = (
-    # UTF-32 first: its little-endian mark begins with the one of UTF-16.
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _NOT_UTF8 = "the name is not valid UTF-8; rename it"
-_MOST_CONTROL_CHARACTERS = 0.01  # share of all characters; text has none or a single one
-
-
-class UnusableFileError(Exception):
-    """A file that cannot be ingested; the message is the reason, shown to the user."""
+_FOLLOW = "pass follow_links=True (--follow-links) to read it"
+# Opening and reading a pipe, a terminal or a file such as /proc/kmsg then does not wait. Windows has no such flag.
+_READ_AT_ONCE = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+_PIECE_BYTES = 1 << 24
 
 
 @dataclass
@@ -46,19 +40,23 @@ class FoundFiles:
         root: Absolute path of the file or folder that the user passed.
         files: Absolute paths, sorted, without hidden files and folders.
         unlisted: Files and folders that cannot be listed or stored, with the reason.
+        links: Links that are not followed, with the reason.
     """
 
     root: Path
     files: list[Path] = field(default_factory=list)
     unlisted: list[tuple[Path, str]] = field(default_factory=list)
+    links: list[tuple[Path, str]] = field(default_factory=list)
 
 
-def find_files(root: Path, exclude: Path | None) -> FoundFiles:
+def find_files(root: Path, exclude: Path | None, *, follow_links: bool = False) -> FoundFiles:
     """List the files under a root.
 
     Args:
-        root: A folder, or a single file.
+        root: A folder, or a single file; it may itself be a link.
         exclude: A folder to skip: the store's own; None: no folder.
+        follow_links: Whether links to files outside the root, and to hidden ones, are listed as files. Links to
+            folders are never followed.
 
     Raises:
         IngestError: There is no such path, it cannot be read, or its name cannot be stored.
@@ -69,13 +67,13 @@ def find_files(root: Path, exclude: Path | None) -> FoundFiles:
     except (OSError, ValueError) as error:  # ValueError: a null character
         reason = getattr(error, "strerror", None) or error
         raise IngestError(f"there is no file or folder {printable(root)} to read ({reason}); check the path") from error
-    if not _is_utf8(str(root)):
+    if not is_encodable(str(root)):
         raise IngestError(f"{printable(root)}: {_NOT_UTF8}; nothing was changed")
-    excluded = None if exclude is None else Path(os.path.realpath(exclude))
     found = FoundFiles(root)
     if not stat.S_ISDIR(kind):
         found.files.append(root)
         return found
+    excluded = None if exclude is None else Path(os.path.realpath(exclude))
     folders = [root]
     while folders:  # not by recursion: folders may be nested deeper than Python's stack
         folder = folders.pop()
@@ -85,17 +83,35 @@ def find_files(root: Path, exclude: Path | None) -> FoundFiles:
                     path = folder / entry.name
                     if entry.name.startswith(".") or path == excluded:
                         continue
-                    if not _is_utf8(entry.name):
+                    if not is_encodable(entry.name):
                         found.unlisted.append((path, _NOT_UTF8))
                     elif entry.is_dir(follow_symlinks=False):
                         folders.append(path)
-                    elif not path.is_dir():
-                        found.files.append(path)
+                    elif not entry.is_symlink() or follow_links:
+                        if not path.is_dir():
+                            found.files.append(path)
+                    else:
+                        _add_link(found, path, excluded)
         except OSError as error:
             found.unlisted.append((folder, f"folder cannot be listed: {error.strerror}"))
-    found.files.sort()
-    found.unlisted.sort()
+    for paths in (found.files, found.unlisted, found.links):
+        paths.sort()  # type: ignore[attr-defined]
     return found
+
+
+def _add_link(found: FoundFiles, link: Path, excluded: Path | None) -> None:
+    """Add a link to a file of the root to the files, and any other to the links; those to folders to neither."""
+    target = Path(os.path.realpath(link))
+    if target.is_dir():
+        return
+    if not target.is_relative_to(found.root):
+        found.links.append((link, f"a link to a file outside of {printable(found.root)}; {_FOLLOW}"))
+    elif any(part.startswith(".") for part in target.relative_to(found.root).parts):
+        found.links.append((link, f"a link to a hidden file; {_FOLLOW}"))
+    elif excluded is not None and target.is_relative_to(excluded):
+        found.links.append((link, "a link to a file of the store"))
+    else:
+        found.files.append(link)
 
 
 def printable(path: Path) -> str:
@@ -108,111 +124,99 @@ def printable(path: Path) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
-def _is_utf8(text: str) -> bool:
-    """Whether a text can be stored. A file name that is not valid UTF-8 has lone surrogates in Python."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def read_bytes(path: Path) -> bytes:
-    """Read a file.
+def read_bytes(path: Path, most_bytes: int = ReadLimits.file_bytes) -> bytes:
+    """Read a file, without waiting for data: a pipe or a device is refused.
 
     Args:
         path: Path of the file.
+        most_bytes: Most bytes that it may have.
 
     Raises:
-        UnusableFileError: The file cannot be read, is empty, or is not a regular file (reading a pipe would block).
+        UnusableFileError: The file cannot be read, is empty, too large, or not a regular file.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UnusableFileError("not a regular file")
-        data = path.read_bytes()
-    except OSError as error:
-        raise UnusableFileError(f"cannot be read: {error.strerror or error}") from error
+        with FileIO(os.open(path, _READ_AT_ONCE)) as file:
+            data = _content(file, most_bytes)
+    except (OSError, ValueError) as error:
+        raise UnusableFileError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not data.strip():
         raise UnusableFileError("empty")
     return data
 
 
-def parse(path: Path, data: bytes) -> list[Document]:
+def _content(file: FileIO, most_bytes: int) -> bytes:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise UnusableFileError("not a regular file")
+    data = bytearray()
+    too_large = status.st_size > most_bytes
+    while not too_large:
+        piece = file.read(_PIECE_BYTES)
+        if piece is None:  # reading on would wait, as at /proc/kmsg
+            raise UnusableFileError("not a regular file")
+        if not piece:
+            return bytes(data)
+        data += piece
+        too_large = len(data) > most_bytes  # some special files have a size of 0 and no end
+    raise UnusableFileError(f"larger than {most_bytes >> 20} MiB; split it")
+
+
+def parse(path: Path, data: bytes, reading: ReadingProcess | None = None) -> list[Document]:
     """Turn a file's content into documents.
 
     Args:
-        path: Path of the file; its suffix selects the reader.
+        path: Path of the file; its suffix selects the parser.
         data: The file's content.
+        reading: The process that parses formats other than plain text; None starts one for this file.
 
     Returns:
         One document, or one for each page of a format with pages. `id_` is the path. The metadata (`file_path`,
-        `file_name`, and `page_label` from readers of formats with pages) is hidden from the LLM and the embedding.
+        `file_name`, and `page_label` from formats with pages) is hidden from the LLM and the embedding.
 
     Raises:
-        UnusableFileError: The content is binary, in an unknown encoding or without text, or its reader is missing.
+        UnusableFileError: The content is binary, in an unknown encoding or without text, its parser is missing, or
+            parsing it exceeds the limits.
     """
-    office = path.suffix.lower() in OFFICE_SUFFIXES
-    documents = _read_office_file(path) if office else [Document(text=decode(data))]
-    documents = [document for document in documents if document.text.strip()]
+    suffix = path.suffix.lower()
+    if suffix in OFFICE_SUFFIXES or suffix in HTML_SUFFIXES:
+        if suffix in OFFICE_SUFFIXES:
+            _require_parsers(suffix)
+        with ReadingProcess() if reading is None else nullcontext(reading) as process:
+            pages = process.read(data, suffix)
+    else:
+        pages = [{"text": decode(data)}]
+    documents = [_document(path, **page) for page in pages if page["text"].strip()]
     if not documents:
         raise UnusableFileError("holds no text")
-    for document in documents:
-        document.set_content(_encodable(document.text))
-        own = {key: _encodable(str(value)) for key, value in document.metadata.items() if key in ("page_label",)}
-        document.id_ = str(path)
-        document.metadata = {"file_path": str(path), "file_name": path.name, **own}
-        document.excluded_llm_metadata_keys = list(document.metadata)
-        document.excluded_embed_metadata_keys = list(document.metadata)
     return documents
 
 
-def decode(data: bytes) -> str:
-    """Decode text: UTF-8, or UTF-16 and UTF-32 with a byte order mark.
+def _document(path: Path, text: str, **metadata: str) -> Document:
+    metadata = {"file_path": str(path), "file_name": path.name, **metadata}
+    return Document(
+        id_=str(path),
+        text=text,
+        metadata=metadata,
+        excluded_llm_metadata_keys=list(metadata),
+        excluded_embed_metadata_keys=list(metadata),
+    )
+
+
+def content_hash(path: Path, data: bytes, settings: str) -> str:
+    """Hash of a file and of how it becomes chunks.
 
     Args:
-        data: The encoded text.
-
-    Returns:
-        The text with newlines as line ends and without a byte order mark, as `Path.read_text` returns it.
-
-    Raises:
-        UnusableFileError: The content is binary or in another encoding.
-    """
-    encoding = next((name for mark, name in _BYTE_ORDER_MARKS if data.startswith(mark)), "utf-8")
-    if encoding == "utf-8" and b"\0" in data:
-        raise UnusableFileError("binary")
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError as error:
-        raise UnusableFileError(f"not {error.encoding} text (byte {error.start}); convert it to UTF-8") from error
-    if len(_CONTROL_CHARACTERS.findall(text)) > _MOST_CONTROL_CHARACTERS * len(text):
-        raise UnusableFileError("binary")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _encodable(text: str) -> str:
-    """The text with a question mark for each lone surrogate, which readers return for broken characters of a file."""
-    return text if _is_utf8(text) else text.encode("utf-8", "replace").decode()
-
-
-def content_hash(data: bytes, settings: str) -> str:
-    """Hash of a file and of the chunk settings.
-
-    Args:
+        path: Path of the file; its suffix selects the parser.
         data: The file's content.
         settings: Description of the chunk settings.
     """
+    if path.suffix.lower() in HTML_SUFFIXES:
+        settings += ", HTML as text"  # earlier versions stored the tags
     return hashlib.sha256(settings.encode() + b"\0" + data).hexdigest()
 
 
-def _read_office_file(path: Path) -> list[Document]:
+def _require_parsers(suffix: str) -> None:
     if importlib.util.find_spec("llama_index.readers") is None or (
         importlib.util.find_spec("llama_index.readers.file") is None
     ):
-        raise UnusableFileError(f"{path.suffix} files need the extra: pip install 'reader-rag[files]'")
-    try:
-        return SimpleDirectoryReader.load_file(path, file_metadata=lambda _: {}, file_extractor={}, raise_on_error=True)
-    except ImportError as error:
-        raise UnusableFileError(f"the reader of {path.suffix} files lacks a package: {first_line(error)}") from error
-    except Exception as error:  # readers raise errors of many libraries, wrapped in a bare Exception
-        raise UnusableFileError(f"not a readable {path.suffix} file: {first_line(error.__cause__ or error)}") from error
+        raise UnusableFileError(f"{suffix} files need the extra: pip install 'reader-rag[files]'")

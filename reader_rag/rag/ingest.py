@@ -14,10 +14,12 @@ from filelock import FileLock, Timeout
 from llama_index.core.schema import MetadataMode, TextNode
 
 from reader_rag.config import checked_tenant
+from reader_rag.config.reading import ReadLimits
 from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreNotFoundError, StoreWriteError
 from reader_rag.rag.chunking import Chunker
 from reader_rag.rag.embedding import SizedEmbedding
 from reader_rag.rag.files import FoundFiles, UnusableFileError, content_hash, find_files, parse, printable, read_bytes
+from reader_rag.rag.reading.process import ReadingProcess
 from reader_rag.rag.stores.location import local_folder, lock_folder, open_store
 from reader_rag.rag.stores.records import DocumentRecord
 
@@ -102,6 +104,8 @@ def ingest(
     chunk_overlap: int = DEFAULT_CHUNK_OVERLAP,
     progress: Progress | None = None,
     tenant: str = "",
+    follow_links: bool = False,
+    limits: ReadLimits | None = None,
 ) -> IngestReport:
     """Update a tenant's documents in a store from the files under some paths.
 
@@ -112,7 +116,7 @@ def ingest(
 
     Args:
         paths: Files and folders, or a single one. Hidden files and folders inside are skipped, and links to folders are
-            not followed.
+            not followed. Pipes, sockets and devices are skipped and reported.
         store: Folder of the store, or the URL of a collection in a vector database (`qdrant://...`, `milvus://...`);
             made with the first documents.
         embed_model: The embedding model of the store.
@@ -121,6 +125,10 @@ def ingest(
         chunk_overlap: Most tokens that neighbouring chunks share.
         progress: Called as (stage, done, total) with the stages "read" (files) and "embed" (distinct chunks).
         tenant: The tenant who owns the documents; only the tenant's queries find them.
+        follow_links: Whether links inside a folder to files outside of it, or to hidden files, are read. By default
+            they are skipped and reported, so that nobody who may write to the folder can have other files read.
+        limits: Limits of reading one file: bytes, seconds, memory, and what an archive unpacks to. A file beyond one
+            is skipped and reported; None takes the defaults.
 
     Returns:
         The files that were added, updated, removed and skipped.
@@ -136,16 +144,18 @@ def ingest(
     settings = f"chunker {_CHUNKER_VERSION}, {tokens} tokens, overlap {chunk_overlap}"
     report = progress or (lambda stage, done, total: None)
     listed = [paths] if isinstance(paths, (str, Path)) else paths
-    roots = [find_files(Path(path), exclude=local_folder(store)) for path in listed]
+    limits = limits or ReadLimits()
+    roots = [find_files(Path(path), local_folder(store), follow_links=follow_links) for path in listed]
     _require_files(roots)
     with _ingestion_lock(store, tenant):
         known = _known_documents(store, embed_model, tenant)
         plan = _Plan()
         files = {file: found.root for found in reversed(roots) for file in found.files}
         chunker = Chunker(embed_model, tokens, chunk_overlap)
-        for done, (file, root) in enumerate(sorted(files.items())):
-            report("read", done, len(files))
-            _plan_file(plan, file, root, known, settings, chunker, tenant)
+        with ReadingProcess(limits) as reading:
+            for done, (file, root) in enumerate(sorted(files.items())):
+                report("read", done, len(files))
+                _plan_file(plan, file, root, known, settings, chunker, reading, tenant)
         report("read", len(files), len(files))
         _plan_unlisted_and_removed(plan, roots, known)
         if not (plan.records or plan.unchanged):
@@ -181,7 +191,8 @@ def _require_files(roots: Sequence[FoundFiles]) -> None:
         raise IngestError("no path was given: name a file or folder to ingest")
     for found in roots:
         if not found.files:
-            path, reason = (found.unlisted or [(found.root, "no file in it (hidden files are skipped)")])[0]
+            nothing = (found.root, "no file in it (hidden files are skipped)")
+            path, reason = [*found.unlisted, *found.links, nothing][0]
             raise IngestError(f"{printable(path)}: {reason}; nothing was changed")
 
 
@@ -226,16 +237,17 @@ def _plan_file(
     known: dict[str, DocumentRecord],
     settings: str,
     chunker: Chunker,
+    reading: ReadingProcess,
     tenant: str,
 ) -> None:
     old = known.get(str(file))
     try:
-        data = read_bytes(file)
-        digest = content_hash(data, settings)
+        data = read_bytes(file, reading.limits.file_bytes)
+        digest = content_hash(file, data, settings)
         if old is not None and old.hash == digest:
             plan.unchanged.append(file)
             return
-        nodes = chunker.split(parse(file, data))
+        nodes = chunker.split(parse(file, data, reading))
     except UnusableFileError as error:
         plan.skipped.append(SkippedFile(file, str(error), kept_old=old is not None))
         return
@@ -251,6 +263,8 @@ def _plan_file(
 def _plan_unlisted_and_removed(plan: _Plan, roots: Sequence[FoundFiles], known: dict[str, DocumentRecord]) -> None:
     """Plan the removal of known files that their root no longer has, except below folders that cannot be listed."""
     unlisted = [(folder, reason) for found in roots for folder, reason in found.unlisted]
+    for found in roots:
+        plan.skipped.extend(SkippedFile(link, reason) for link, reason in found.links)
     for folder, reason in unlisted:
         kept = any(Path(path).is_relative_to(folder) for path in known)
         plan.skipped.append(SkippedFile(folder, reason, kept_old=kept))
@@ -287,7 +301,7 @@ def _report(plan: _Plan, total_chunks: int) -> IngestReport:
         updated=tuple(plan.updated),
         unchanged=tuple(plan.unchanged),
         removed=tuple(plan.removed),
-        skipped=tuple(plan.skipped),
+        skipped=tuple(sorted(plan.skipped, key=lambda skipped: skipped.path)),
         chunks=len(plan.nodes),
         total_chunks=total_chunks,
     )

@@ -49,6 +49,17 @@ def test_names_that_are_not_valid_utf8_are_listed(docs: Path, tmp_path: Path, wo
     assert result.stderr.splitlines()[1:] == [f"  {docs}/caf\\xe9\\n.txt: the name is not valid UTF-8; rename it"]
 
 
+def test_links_are_followed_with_an_option_only(docs: Path, tmp_path: Path, word_embedding: None) -> None:
+    (tmp_path / "secret.txt").write_text("the password")
+    (docs / "link.txt").symlink_to(tmp_path / "secret.txt")
+    result = run("ingest", docs, "--store", tmp_path / "store")
+    assert (result.exit_code, result.stdout[:8]) == (2, "2 added;")
+    assert "--follow-links" in result.stderr
+    result = run("ingest", docs, "--store", tmp_path / "store", "--follow-links")
+    assert (result.exit_code, result.stdout[:8]) == (0, "1 added,")
+    assert run("ingest", docs, "--store", tmp_path / "store", "--read-seconds", "0").exit_code == 1
+
+
 def test_nothing_to_ingest_is_an_error(tmp_path: Path, word_embedding: None) -> None:
     (tmp_path / "empty").mkdir()
     assert_one_line_error(run("ingest", tmp_path / "empty", "--store", tmp_path / "store"), "empty")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from llama_index.core.schema import Document
 
 from reader_rag.errors import IngestError
 from reader_rag.rag.files import UnusableFileError, decode, find_files, parse, printable, read_bytes
@@ -179,8 +179,61 @@ def test_folders_may_be_nested_deeper_than_the_stack(tmp_path: Path) -> None:
     assert removed.returncode == 0
 
 
-def test_broken_characters_of_a_reader_are_replaced(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = [Document(text="broken \ud800 text", metadata={"page_label": "\udfff"})]
-    monkeypatch.setattr("reader_rag.rag.files._read_office_file", lambda path: documents)
-    (document,) = parse(write("a.pdf", b"%PDF"), b"%PDF")
-    assert (document.text, document.metadata["page_label"]) == ("broken ? text", "?")
+def test_links_are_followed_to_files_of_the_root_only(write: Write, tmp_path: Path) -> None:
+    inside = write("sub/inside.txt", "inside")
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    hidden = write(".hidden/key.txt", "key")
+    stored = write("store/store.sqlite3", "vectors")
+    root = tmp_path / "docs"
+    links = {"in.txt": inside, "out.txt": secret, "key.txt": hidden, "store.txt": stored}
+    for name, target in links.items():
+        (root / name).symlink_to(target)
+    (root / "chain.txt").symlink_to(root / "out.txt")
+    (root / "relative.txt").symlink_to("../secret.txt")
+    (root / "self.txt").symlink_to("self.txt")
+    (root / "etc").symlink_to(tmp_path)
+    found = find_files(root, exclude=root / "store")
+    assert found.files == [root / "in.txt", root / "self.txt", inside]
+    reasons = {path.name: reason.partition(";")[0] for path, reason in found.links}
+    outside = f"a link to a file outside of {root}"
+    assert reasons == {
+        "chain.txt": outside,
+        "key.txt": "a link to a hidden file",
+        "out.txt": outside,
+        "relative.txt": outside,
+        "store.txt": "a link to a file of the store",
+    }
+    assert "follow_links=True (--follow-links)" in found.links[0][1]
+    followed = find_files(root, exclude=root / "store", follow_links=True)
+    assert {path.name for path in followed.files} == {*links, "chain.txt", "relative.txt", "self.txt", "inside.txt"}
+
+
+def test_special_files_never_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "terminal").symlink_to("/dev/ptmx")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    address = f"{tmp_path}/socket"[-100:]
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        for name in ("pipe", "terminal", "zero", "socket"):
+            with pytest.raises(UnusableFileError, match=r"not a regular file|cannot be read"):
+                read_bytes(tmp_path / name)
+
+
+def test_large_and_endless_files_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.txt"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UnusableFileError, match="larger than 256 MiB; split it"):
+        read_bytes(path)
+    path.write_bytes(b"x" * 101)
+    assert len(read_bytes(path, most_bytes=101)) == 101
+    with pytest.raises(UnusableFileError, match="larger"):
+        read_bytes(path, most_bytes=100)
+
+
+def test_html_becomes_text(write: Write) -> None:
+    data = b"<html><body><h1>Herons</h1><script>track()</script><p>A heron <b>stands</b> still.</p></body></html>"
+    (document,) = parse(write("herons.html", data), data)
+    assert document.text == "Herons\n\nA heron stands still."

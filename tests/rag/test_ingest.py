@@ -15,6 +15,7 @@ from filelock import FileLock
 from llama_index.core.schema import MetadataMode, TextNode
 from waiting import join
 
+from reader_rag.config import ReadLimits
 from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreMismatchError, StoreWriteError
 from reader_rag.rag import FaissStore, IngestReport, LocalEmbedding, SizedEmbedding, make_retriever
 from reader_rag.rag.files import content_hash
@@ -177,14 +178,14 @@ def test_an_unreadable_file_is_reported(
     write("good.txt", "good")
     secret = write("secret.txt", "was readable")
     run(docs)
-    read = Path.read_bytes
+    really_open = os.open
 
-    def refuse(path: Path) -> bytes:  # root may read everything, so the test does not rely on permissions
+    def refuse(path: Any, *args: Any, **options: Any) -> int:  # root may read everything: permissions are no test
         if path == secret:
             raise PermissionError(13, "Permission denied", str(path))
-        return read(path)
+        return really_open(path, *args, **options)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     report = run(docs)
     assert [(s.path, s.reason, s.kept_old) for s in report.skipped] == [
         (secret, "cannot be read: Permission denied", True)
@@ -211,8 +212,8 @@ def test_files_in_a_folder_that_cannot_be_listed_stay(
     locked = write("locked/a.txt", "inside").parent
     run(docs)
 
-    def find(root: Path, exclude: Path) -> Any:
-        found = really_find_files(root, exclude)
+    def find(root: Path, exclude: Path, **options: Any) -> Any:
+        found = really_find_files(root, exclude, **options)
         found.files = [file for file in found.files if file.parent != locked]
         found.unlisted.append((locked, "folder cannot be listed: Permission denied"))
         return found
@@ -422,7 +423,7 @@ def test_node_ids_of_the_default_tenant_are_those_of_existing_stores(
 ) -> None:
     path = write("one.txt", "first")
     run(docs)
-    digest = content_hash(b"first", "chunker 1, 48 tokens, overlap 32")
+    digest = content_hash(Path("a.txt"), b"first", "chunker 1, 48 tokens, overlap 32")
     with FaissStore.open(store_dir) as store:
         (node,) = store.get_nodes()
     assert node.node_id == str(uuid.uuid5(uuid.NAMESPACE_URL, f"{path}\0{digest}\x000"))
@@ -477,3 +478,32 @@ def test_a_name_that_is_not_valid_utf8_is_skipped_and_reported(run: Any, write: 
     ]
     report = run(docs)
     assert (names(report.unchanged), len(report.skipped)) == (["good.txt"], 1)
+
+
+def test_links_out_of_a_folder_are_not_read_unless_asked(
+    run: Any, write: Write, docs: Path, tmp_path: Path, store_dir: Path
+) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the password")
+    write("good.txt", "Cats purr.")
+    (docs / "link.txt").symlink_to(secret)
+    report = run(docs)
+    assert contents(store_dir) == {"good.txt": "Cats purr."}
+    reason = f"a link to a file outside of {docs}; pass follow_links=True (--follow-links) to read it"
+    assert [(skipped.path.name, skipped.reason) for skipped in report.skipped] == [("link.txt", reason)]
+    assert names(run(docs, follow_links=True).added) == ["link.txt"]
+    assert contents(store_dir)["link.txt"] == "the password"
+    assert names(run(docs).removed) == ["link.txt"]
+    assert contents(store_dir) == {"good.txt": "Cats purr."}
+
+
+def test_a_file_beyond_a_limit_is_skipped(run: Any, write: Write, docs: Path) -> None:
+    write("good.txt", "Cats purr.")
+    write("large.txt", "x" * 101)
+    write("page.html", "<p>" + "x" * 90)
+    report = run(docs, limits=ReadLimits(file_bytes=100, unpacked_bytes=50))
+    assert names(report.added) == ["good.txt"]
+    assert [(s.path.name, s.reason) for s in report.skipped] == [
+        ("large.txt", "larger than 0 MiB; split it"),
+        ("page.html", "holds more than 0 MiB of text; split it"),
+    ]
