@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from reader_rag.engine.engine import Engine as Engine
     from reader_rag.errors import ReaderError as ReaderError
     from reader_rag.llm import ReaderLLM as ReaderLLM
+    from reader_rag.llm.citations import Citation as Citation
+    from reader_rag.llm.citations import cite as cite
     from reader_rag.rag.embedding import LocalEmbedding as LocalEmbedding
     from reader_rag.rag.engines import make_chat_engine as make_chat_engine
     from reader_rag.rag.engines import make_query_engine as make_query_engine
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "BatchConfig": "reader_rag.config",
+    "Citation": "reader_rag.llm.citations",
     "DatastoreConfig": "reader_rag.config",
     "DraftConfig": "reader_rag.config",
     "Engine": "reader_rag.engine.engine",
@@ -44,6 +47,7 @@ _MODULES = {
     "ReaderError": "reader_rag.errors",
     "ReaderLLM": "reader_rag.llm",
     "SamplingParams": "reader_rag.config",
+    "cite": "reader_rag.llm.citations",
     "configure_threads": "reader_rag.config.threads",
     "ingest": "reader_rag.rag.ingest",
     "make_chat_engine": "reader_rag.rag.engines",

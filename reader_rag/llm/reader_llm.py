@@ -33,7 +33,7 @@ from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import ConfigError, PromptError, ReaderWarning
 from reader_rag.llm.context_hooks import passages_from
 from reader_rag.llm.messages import join_system, template_message
-from reader_rag.llm.responses import Responses, afinish, aresponses, finish, responses
+from reader_rag.llm.responses import Respond, Responses, ResponseT, afinish, aresponses, finish, responses
 from reader_rag.llm.settings import (
     CALL_ARGUMENTS,
     ENGINE_SETTINGS,
@@ -43,13 +43,16 @@ from reader_rag.llm.settings import (
     settings_of_engine,
 )
 from reader_rag.llm.structured import StructuredOutput
+from reader_rag.llm.synthesis_citations import Synthesis, current_synthesis, register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from reader_rag.engine.engine import Engine
+    from reader_rag.engine.outputs import Generation
     from reader_rag.engine.request import RequestOptions
     from reader_rag.engine.stream import GenerationStream
+    from reader_rag.sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class _Call:
     params: SamplingParams
     passages: tuple[Passage, ...]
     options: RequestOptions
+    synthesis: Synthesis | None
 
 
 class ReaderLLM(StructuredOutput, LLMSettings):
@@ -123,6 +127,7 @@ class ReaderLLM(StructuredOutput, LLMSettings):
             )
         self._check_window()
         self._responses = Responses(self.model, self._engine.tokenizer)
+        register()
         self._openers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reader-llm")
 
     @classmethod
@@ -232,22 +237,28 @@ class ReaderLLM(StructuredOutput, LLMSettings):
             ConfigError: An argument is unknown or out of its range, or a message is not text.
             PromptError: Nothing was asked, or more than the context window holds.
         """
-        return finish(self._open_chat(messages, self._call(kwargs)), self._responses.chat)
+        call = self._call(kwargs)
+        return finish(self._open_chat(messages, call), _recorded(call, self._responses.chat))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a chat step by step, arguments and errors as in `chat`. Closing the generator ends the request."""
-        return responses(self._open_chat(messages, self._call(kwargs)), self._responses.chat)
+        call = self._call(kwargs)
+        return responses(self._open_chat(messages, call), _recorded(call, self._responses.chat))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat without blocking the event loop, arguments and errors as in `chat`."""
-        return await afinish(await self._on_thread(self._open_chat, messages, kwargs), self._responses.chat)
+        call = self._call(kwargs)
+        stream = await self._on_thread(self._open_chat, messages, call)
+        return await afinish(stream, _recorded(call, self._responses.chat))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer a chat step by step without blocking the event loop, arguments and errors as in `chat`."""
-        return aresponses(await self._on_thread(self._open_chat, messages, kwargs), self._responses.chat)
+        call = self._call(kwargs)
+        stream = await self._on_thread(self._open_chat, messages, call)
+        return aresponses(stream, _recorded(call, self._responses.chat))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -265,24 +276,28 @@ class ReaderLLM(StructuredOutput, LLMSettings):
             ConfigError: An argument is unknown or out of its range.
             PromptError: The prompt is empty or longer than the context window.
         """
-        return finish(self._open_completion(prompt, self._call(kwargs), formatted), self._responses.completion)
+        call = self._call(kwargs)
+        return finish(self._open_completion(prompt, call, formatted), _recorded(call, self._responses.completion))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Answer a prompt step by step, arguments and errors as in `complete`. Closing it ends the request."""
-        return responses(self._open_completion(prompt, self._call(kwargs), formatted), self._responses.completion)
+        call = self._call(kwargs)
+        return responses(self._open_completion(prompt, call, formatted), _recorded(call, self._responses.completion))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt without blocking the event loop, arguments and errors as in `complete`."""
-        stream = await self._on_thread(self._open_completion, prompt, kwargs, formatted)
-        return await afinish(stream, self._responses.completion)
+        call = self._call(kwargs)
+        stream = await self._on_thread(self._open_completion, prompt, call, formatted)
+        return await afinish(stream, _recorded(call, self._responses.completion))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Answer a prompt step by step without blocking the event loop, arguments and errors as in `complete`."""
-        stream = await self._on_thread(self._open_completion, prompt, kwargs, formatted)
-        return aresponses(stream, self._responses.completion)
+        call = self._call(kwargs)
+        stream = await self._on_thread(self._open_completion, prompt, call, formatted)
+        return aresponses(stream, _recorded(call, self._responses.completion))
 
     # -- from a call to a stream --
 
@@ -320,7 +335,6 @@ class ReaderLLM(StructuredOutput, LLMSettings):
         settings = {name: given.get(name, getattr(self, name)) for name in SAMPLING_SETTINGS}
         settings["speculate"] = self._speculates(given.get("speculate"), given.get("max_nodes"))
         params = SamplingParams(**settings)
-        context = () if self._context is None else (self._context,)
         options: RequestOptions = {
             "draft": replace(self._draft, max_nodes=given.get("max_nodes", self.max_nodes)),
             "tenant": given.get("tenant", self._tenant),
@@ -328,7 +342,16 @@ class ReaderLLM(StructuredOutput, LLMSettings):
             "logits_processor": given.get("logits_processor", ()),
             "stopping_criteria": given.get("stopping_criteria", ()),
         }
-        return _Call(params, (*self._sources, *context), options)
+        return _Call(params, self._passages(), options, current_synthesis())
+
+    def _passages(self) -> tuple[Passage, ...]:
+        """The passages of a call, each once: a context that consists of the bound sources is left out."""
+        if self._context is None:
+            return self._sources
+        rest = self._context.text
+        for source in self._sources:
+            rest = rest.replace(source.text.strip(), "")
+        return (*self._sources, self._context) if rest.strip() else self._sources
 
     def _speculates(self, speculate: Any, max_nodes: Any) -> Any:
         """Whether a call drafts.
@@ -389,11 +412,24 @@ class ReaderLLM(StructuredOutput, LLMSettings):
         return self._engine.submit(prompt, params, call.passages, **call.options)
 
     async def _on_thread(
-        self, open_call: Callable[..., GenerationStream], asked: Any, kwargs: dict[str, Any], *more: Any
+        self, open_call: Callable[..., GenerationStream], asked: Any, call: _Call, *more: Any
     ) -> GenerationStream:
         """Open a call without blocking the event loop; not on its own threads, which may all wait for answers."""
-        call = self._call(kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._openers, open_call, asked, call, *more)
+
+
+def _recorded(call: _Call, respond: Respond[ResponseT]) -> Respond[ResponseT]:
+    """`respond`, which also records the finished answer for the synthesis that the call belongs to."""
+    synthesis = call.synthesis
+    if synthesis is None:
+        return respond
+
+    def recorded(text: str, delta: str | None, logprobs: Sequence[TokenLogprobs], done: Generation | None) -> ResponseT:
+        if done is not None:
+            synthesis.add(done, call.passages)
+        return respond(text, delta, logprobs, done)
+
+    return recorded
 
 
 def _explain(error: ValidationError, known: Iterable[str]) -> str:

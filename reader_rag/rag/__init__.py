@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reader_rag.rag.citations import Citation as Citation
-    from reader_rag.rag.citations import cite as cite
-    from reader_rag.rag.citations import context_of as context_of
+    from reader_rag.llm.citations import Citation as Citation
+    from reader_rag.llm.citations import cite as cite
+    from reader_rag.llm.citations import context_of as context_of
     from reader_rag.rag.embedding import LocalEmbedding as LocalEmbedding
     from reader_rag.rag.embedding import SizedEmbedding as SizedEmbedding
     from reader_rag.rag.engines import make_chat_engine as make_chat_engine
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from reader_rag.rag.stores.location import open_store as open_store
 
 _MODULES = {
-    "NOTHING_FOUND": "prompts",
-    "Citation": "citations",
-    "DocumentStore": "stores.contract",
-    "FaissStore": "stores.faiss_store",
-    "IngestReport": "ingest",
-    "LocalEmbedding": "embedding",
-    "SizedEmbedding": "embedding",
-    "SkippedFile": "ingest",
-    "cite": "citations",
-    "context_of": "citations",
-    "make_chat_engine": "engines",
-    "make_query_engine": "engines",
-    "make_retriever": "engines",
-    "open_store": "stores.location",
+    "NOTHING_FOUND": "rag.prompts",
+    "Citation": "llm.citations",
+    "DocumentStore": "rag.stores.contract",
+    "FaissStore": "rag.stores.faiss_store",
+    "IngestReport": "rag.ingest",
+    "LocalEmbedding": "rag.embedding",
+    "SizedEmbedding": "rag.embedding",
+    "SkippedFile": "rag.ingest",
+    "cite": "llm.citations",
+    "context_of": "llm.citations",
+    "make_chat_engine": "rag.engines",
+    "make_query_engine": "rag.engines",
+    "make_retriever": "rag.engines",
+    "open_store": "rag.stores.location",
 }
 
 __all__ = sorted(_MODULES)
@@ -48,7 +48,7 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"reader_rag.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
+from dataclasses import dataclass
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
-from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.base.response.schema import RESPONSE_TYPE, AsyncStreamingResponse, StreamingResponse
+from llama_index.core.callbacks import trace_method
 from llama_index.core.chat_engine import ContextChatEngine
-from llama_index.core.chat_engine.types import StreamingAgentChatResponse
+from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.tools import ToolOutput
@@ -18,8 +20,15 @@ from reader_rag.rag.surroundings import Surroundings
 from reader_rag.rag.synthesis import GroundedSynthesizer
 
 
+@dataclass
 class ChatStream(StreamingAgentChatResponse):
-    """A streamed answer; closing or dropping its `response_gen` ends the generation."""
+    """A streamed answer; closing or dropping its `response_gen` ends the generation.
+
+    Attributes:
+        metadata: After the stream was read to its end, "citations" of the answer if a `ReaderLLM` answered.
+    """
+
+    metadata: dict[str, Any] | None = None
 
     @property
     def response_gen(self) -> Generator[str, None, None]:
@@ -51,6 +60,7 @@ class GroundedChatEngine(ContextChatEngine):
           model, and continues to generate after the consumer has stopped reading. Here closing the stream ends the
           generation, and the text up to then goes to the history. A stream that fails, or is never read, leaves the
           history unchanged.
+        - Responses have `metadata`, with the citations of the answer.
         - Drafts also come from the passages around the retrieved ones.
 
     Args:
@@ -61,6 +71,49 @@ class GroundedChatEngine(ContextChatEngine):
     def __init__(self, *, surroundings: Surroundings | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         self._surroundings = surroundings
+
+    @trace_method("chat")
+    def chat(
+        self,
+        message: str,
+        chat_history: list[ChatMessage] | None = None,
+        prev_chunks: list[NodeWithScore] | None = None,
+    ) -> AgentChatResponse:
+        """Answer a message.
+
+        Args:
+            message: The user's message.
+            chat_history: Replaces the history so far; None keeps it.
+            prev_chunks: Passages to use if none is retrieved for this message.
+
+        Returns:
+            The answer; `metadata["citations"]` has its citations if a `ReaderLLM` answered.
+
+        Raises:
+            PromptError: The message is empty, or too long for the model's context.
+        """
+        if chat_history is not None:
+            self._memory.set(chat_history)
+        nodes = self._get_nodes(message) or prev_chunks or []
+        response = self._get_response_synthesizer(self._memory.get(input=message)).synthesize(message, nodes)
+        self._memory.put_messages(_exchange(message, str(response)))
+        return _answer(message, nodes, response)
+
+    @trace_method("chat")
+    async def achat(
+        self,
+        message: str,
+        chat_history: list[ChatMessage] | None = None,
+        prev_chunks: list[NodeWithScore] | None = None,
+    ) -> AgentChatResponse:
+        """`chat` without blocking the event loop; the same arguments, result and errors."""
+        if chat_history is not None:
+            await self._memory.aset(chat_history)
+        nodes = await self._aget_nodes(message) or prev_chunks or []
+        synthesizer = self._get_response_synthesizer(await self._memory.aget(input=message))
+        response = await synthesizer.asynthesize(message, nodes)
+        await self._memory.aput_messages(_exchange(message, str(response)))
+        return _answer(message, nodes, response)
 
     def stream_chat(
         self,
@@ -101,7 +154,11 @@ class GroundedChatEngine(ContextChatEngine):
             self._memory.put_messages(_exchange(message, text))
 
         return ChatStream(
-            chat_stream=stream(), sources=_sources(message, nodes), source_nodes=nodes, is_writing_to_memory=False
+            chat_stream=stream(),
+            sources=_sources(message, nodes),
+            source_nodes=nodes,
+            is_writing_to_memory=False,
+            metadata=response.metadata,
         )
 
     async def astream_chat(
@@ -144,7 +201,11 @@ class GroundedChatEngine(ContextChatEngine):
             await self._memory.aput_messages(_exchange(message, text))
 
         return ChatStream(
-            achat_stream=stream(), sources=_sources(message, nodes), source_nodes=nodes, is_writing_to_memory=False
+            achat_stream=stream(),
+            sources=_sources(message, nodes),
+            source_nodes=nodes,
+            is_writing_to_memory=False,
+            metadata=response.metadata,
         )
 
     def _get_response_synthesizer(
@@ -176,6 +237,15 @@ class GroundedChatEngine(ContextChatEngine):
 
 def _message(role: MessageRole, text: str) -> ChatMessage:
     return ChatMessage(content=text, role=role)
+
+
+def _answer(message: str, nodes: list[NodeWithScore], response: RESPONSE_TYPE) -> AgentChatResponse:
+    return AgentChatResponse(
+        response=str(response),
+        sources=_sources(message, nodes),
+        source_nodes=nodes,
+        metadata=response.metadata,
+    )
 
 
 def _exchange(question: str, answer: str) -> list[ChatMessage]:

@@ -143,14 +143,15 @@ class GroundedSynthesizer(CompactAndRefine):
 
     def synthesize(self, query: QueryType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any) -> RESPONSE_TYPE:
         """Answer a query from passages; see `BaseSynthesizer.synthesize` for the arguments."""
-        return super(GroundedSynthesizer, self._for_passages(nodes)).synthesize(query, nodes, *args, **kwargs)
+        bound = self._for_passages(nodes)
+        return _cited(super(GroundedSynthesizer, bound).synthesize(query, nodes, *args, **kwargs), nodes)
 
     async def asynthesize(
         self, query: QueryType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any
     ) -> RESPONSE_TYPE:
         """Answer a query from passages; see `BaseSynthesizer.asynthesize` for the arguments."""
         bound = await asyncio.to_thread(self._for_passages, nodes)
-        return await super(GroundedSynthesizer, bound).asynthesize(query, nodes, *args, **kwargs)
+        return _cited(await super(GroundedSynthesizer, bound).asynthesize(query, nodes, *args, **kwargs), nodes)
 
     def _for_passages(self, nodes: Sequence[NodeWithScore]) -> GroundedSynthesizer:
         """A copy for one question, whose LLM drafts from these passages and their surroundings."""
@@ -163,6 +164,13 @@ class GroundedSynthesizer(CompactAndRefine):
         # The base's constructor sets it to a bound method of `self`, which would call the LLM without passages.
         bound._program_factory = bound._default_program_factory
         return bound
+
+
+def _cited(response: RESPONSE_TYPE, nodes: Sequence[NodeWithScore]) -> RESPONSE_TYPE:
+    """The response, which has no citations where there were no passages."""
+    if not nodes:
+        response.metadata = {"citations": []}
+    return response
 
 
 def _answer_tokens(llm: LLM) -> int:

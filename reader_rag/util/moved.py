@@ -29,6 +29,7 @@ MOVED = {
     "metrics": "engine.metrics",
     "models": "model.registry",
     "rag.beyond": "rag.surroundings",
+    "rag.citations": "llm.citations",
     "rag.chat": "rag.chat_engine",
     "rag.database": "rag.stores.database",
     "rag.database_store": "rag.stores.database_store",

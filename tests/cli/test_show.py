@@ -11,7 +11,7 @@ from programs import printed
 
 from reader_rag.cli.display.show import show_citations, show_sources
 from reader_rag.engine.outputs import CopiedSpan
-from reader_rag.rag.citations import cite
+from reader_rag.llm.citations import cite_spans
 
 ESCAPE = "\x1b"
 
@@ -23,7 +23,7 @@ def _copied_from_heron() -> tuple[list[NodeWithScore], Any]:
     copied = "stands still in shallow water"
     start, text_start = HERON.index(copied), answer.index(copied)
     span = CopiedSpan("h", start, start + len(copied), text_start, text_start + len(copied))
-    return nodes, cite([span], answer, None, nodes)
+    return nodes, cite_spans([span], answer, None, nodes)
 
 
 def test_copied_spans_are_marked_in_the_passage_and_linked_to_file_and_characters() -> None:

@@ -21,11 +21,10 @@ from reader_rag.cli.display.show import show_citations, show_comparison, show_so
 from reader_rag.cli.display.terminal import clean, status
 from reader_rag.cli.loading import ModelOptions
 from reader_rag.config import SamplingParams
-from reader_rag.engine.outputs import Passage
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm import ReaderLLM
-from reader_rag.llm.context_hooks import CONTEXT_ID
-from reader_rag.rag.citations import Citation, cite, context_of
+from reader_rag.llm.citations import Citation, cite_spans
+from reader_rag.llm.context_hooks import passages_from
 from reader_rag.rag.embedding import LocalEmbedding, SizedEmbedding
 from reader_rag.rag.engines import NOTHING_FOUND, make_query_engine, make_retriever, open_store
 from reader_rag.rag.stores.contract import DocumentStore
@@ -129,7 +128,7 @@ def citations_of(call: LLMCall, nodes: Sequence[NodeWithScore]) -> tuple[Citatio
         call: The LLM call.
         nodes: The passages in its prompt.
     """
-    return None if call.copied is None else tuple(cite(call.copied, call.answer, None, nodes))
+    return None if call.copied is None else tuple(cite_spans(call.copied, call.answer, None, nodes))
 
 
 def compare_answer(given: Answer, llm: ReaderLLM) -> Comparison:
@@ -142,8 +141,7 @@ def compare_answer(given: Answer, llm: ReaderLLM) -> Comparison:
     engine, call = llm.engine, given.call
     chat = [{"role": message.role.value, "content": message.content or ""} for message in call.messages]
     prompt = engine.encode_chat(chat) if chat else engine.encode(call.prompt)
-    context = Passage(CONTEXT_ID, context_of(given.nodes))  # the passage that `ContextHooks` made for the answer
-    return compare(engine, prompt, SamplingParams(max_tokens=llm.max_tokens), [context])
+    return compare(engine, prompt, SamplingParams(max_tokens=llm.max_tokens), passages_from(given.nodes))
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from reader_rag.cli.answering.comparison import Comparison, Difference
     from reader_rag.cli.answering.recorder import LLMCall
+    from reader_rag.llm.citations import Citation
     from reader_rag.model.registry import ModelStatus
-    from reader_rag.rag.citations import Citation
     from reader_rag.rag.ingest import IngestReport
 
 _COPIED = "bold black on bright_yellow"

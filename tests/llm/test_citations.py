@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from reader_rag.engine.outputs import CopiedSpan
-from reader_rag.rag import Citation, cite, context_of
+from reader_rag.llm.citations import Citation, cite_spans, context_of
 
 CATS = "Cats purr when they are content."
 DOGS = "  Dogs bark at strangers, mostly.\n"
@@ -38,7 +38,7 @@ def test_the_context_is_joined_as_llama_index_joins_it() -> None:
 
 def test_a_span_of_a_node_is_found_in_its_file() -> None:
     answer = "I read that cats... purr when they are happy."
-    (citation,) = cite([span("cats", CATS, answer, "purr when they are")], answer, CONTEXT, NODES)
+    (citation,) = cite_spans([span("cats", CATS, answer, "purr when they are")], answer, CONTEXT, NODES)
     assert citation == Citation(
         text="purr when they are",
         text_start=20,
@@ -55,7 +55,7 @@ def test_a_span_of_a_node_is_found_in_its_file() -> None:
 
 def test_a_span_of_the_context_is_found_in_its_node_and_page() -> None:
     answer = "Well: Dogs bark at strangers."
-    (citation,) = cite([span("context", CONTEXT, answer, "Dogs bark at strangers")], answer, None, NODES)
+    (citation,) = cite_spans([span("context", CONTEXT, answer, "Dogs bark at strangers")], answer, None, NODES)
     assert (citation.node_id, citation.file_path, citation.page) == ("dogs", "/docs/dogs.pdf", "3")
     assert DOGS[citation.node_start : citation.node_end] == "Dogs bark at strangers"
     assert (citation.document_start, citation.document_end) == (9, 31)
@@ -63,7 +63,7 @@ def test_a_span_of_the_context_is_found_in_its_node_and_page() -> None:
 
 def test_a_span_across_two_nodes_is_split() -> None:
     answer = "they are content.\n\nDogs bark at strangers"
-    citations = cite([span("context", CONTEXT, answer, answer)], answer, CONTEXT, NODES)
+    citations = cite_spans([span("context", CONTEXT, answer, answer)], answer, CONTEXT, NODES)
     assert [(c.node_id, c.text, c.text_start) for c in citations] == [
         ("cats", "they are content.", 0),
         ("dogs", "Dogs bark at strangers", 19),
@@ -73,30 +73,30 @@ def test_a_span_across_two_nodes_is_split() -> None:
 def test_short_spans_are_left_out() -> None:
     answer = "Cats purr and Dogs bark at strangers"
     copied = [span("cats", CATS, answer, "Cats purr"), span("dogs", DOGS, answer, "Dogs bark at strangers")]
-    assert [c.node_id for c in cite(copied, answer, CONTEXT, NODES)] == ["dogs"]
-    assert [c.node_id for c in cite(copied, answer, CONTEXT, NODES, min_words=2)] == ["cats", "dogs"]
+    assert [c.node_id for c in cite_spans(copied, answer, CONTEXT, NODES)] == ["dogs"]
+    assert [c.node_id for c in cite_spans(copied, answer, CONTEXT, NODES, min_words=2)] == ["cats", "dogs"]
 
 
 def test_spans_separated_by_the_passages_own_text_are_joined() -> None:
     answer = "Cats purr when they are content, I think"
     parts = [span("cats", CATS, answer, "Cats purr"), span("cats", CATS, answer, " they are content")]
-    assert [c.text for c in cite(parts, answer, CONTEXT, NODES)] == ["Cats purr when they are content"]
+    assert [c.text for c in cite_spans(parts, answer, CONTEXT, NODES)] == ["Cats purr when they are content"]
     other = answer.replace("when", "then")
-    assert [c.text for c in cite(parts, other, CONTEXT, NODES)] == ["they are content"]
+    assert [c.text for c in cite_spans(parts, other, CONTEXT, NODES)] == ["they are content"]
 
 
 def test_a_span_that_differs_from_its_passage_is_left_out() -> None:
-    assert cite([CopiedSpan("cats", 0, 20, 0, 20)], "something else entirely, really", CONTEXT, NODES) == []
+    assert cite_spans([CopiedSpan("cats", 0, 20, 0, 20)], "something else entirely, really", CONTEXT, NODES) == []
 
 
 def test_a_node_without_file_and_offset_is_cited_by_its_own_text() -> None:
     nodes = [source("n", CATS)]
-    (citation,) = cite([span("n", CATS, CATS, CATS)], CATS, None, nodes)
+    (citation,) = cite_spans([span("n", CATS, CATS, CATS)], CATS, None, nodes)
     assert (citation.text, citation.file_path, citation.document_start) == (CATS, None, None)
 
 
 def test_no_sources_no_citations() -> None:
-    assert cite([CopiedSpan("context", 0, 10, 0, 10)], "some answer", "some answer", []) == []
+    assert cite_spans([CopiedSpan("context", 0, 10, 0, 10)], "some answer", "some answer", []) == []
 
 
 @given(st.data())
@@ -108,7 +108,7 @@ def test_every_citation_is_equal_in_answer_and_node(data: st.DataObject) -> None
     end = data.draw(st.integers(start, len(context)))
     answer = "xy" + context[start:end] + "z"
     copied = [CopiedSpan("context", start, end, 2, 2 + end - start)]
-    for citation in cite(copied, answer, context, nodes, min_words=1):
+    for citation in cite_spans(copied, answer, context, nodes, min_words=1):
         number = int(citation.node_id[1:])
         assert answer[citation.text_start : citation.text_end] == citation.text
         assert texts[number][citation.node_start : citation.node_end] == citation.text

@@ -1,0 +1,148 @@
+"""Puts citations into the responses of synthesizers, LlamaIndex's own included: `response.metadata["citations"]`.
+
+A synthesizer reports its start and its end as events, in the context of the call, and the end with the response that
+its caller gets. From start to end the calls of `ReaderLLM` are collected; a streamed answer has its calls while it is
+read, so its generator is replaced by one that collects them then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, closing, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
+from llama_index.core.schema import NodeWithScore
+from llama_index_instrumentation.base.event import BaseEvent
+from llama_index_instrumentation.event_handlers import BaseEventHandler
+
+from reader_rag.engine.outputs import Generation, Passage
+from reader_rag.llm.citations import CitedCall, cite_calls
+
+_MOST_CALLS = 256
+"""Of one synthesis; more is what a failed one left behind."""
+
+
+class Synthesis:
+    """The calls of `ReaderLLM` that one synthesis makes.
+
+    Args:
+        span_id: Id of the synthesis's span; None: it has none.
+    """
+
+    def __init__(self, span_id: str | None) -> None:
+        self.span_id = span_id
+        self._calls: deque[CitedCall] = deque(maxlen=_MOST_CALLS)
+
+    def add(self, done: Generation, passages: tuple[Passage, ...]) -> None:
+        """Record a finished call.
+
+        Args:
+            done: Its answer.
+            passages: Its passages.
+        """
+        self._calls.append(CitedCall(done.text, done.copied, passages))
+
+    def write(self, metadata: dict[str, Any], answer: str, nodes: Sequence[NodeWithScore]) -> None:
+        """Put the citations of an answer into the metadata of its response, if `ReaderLLM` was called for it.
+
+        Args:
+            metadata: The metadata; changed.
+            answer: The answer's text.
+            nodes: The response's nodes.
+        """
+        if self._calls:
+            metadata["citations"] = cite_calls(answer, tuple(self._calls), nodes)
+
+
+_current: ContextVar[Synthesis | None] = ContextVar("reader_rag_synthesis", default=None)
+
+
+def current_synthesis() -> Synthesis | None:
+    """The synthesis that the running call belongs to; None if it belongs to none."""
+    return _current.get()
+
+
+@contextmanager
+def _collecting(synthesis: Synthesis) -> Generator[None, None, None]:
+    """Collect calls for a synthesis. No generator may yield inside: its reader would see the variable."""
+    before = _current.set(synthesis)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+class _Handler(BaseEventHandler):
+    @classmethod
+    def class_name(cls) -> str:
+        return "ReaderCitations"
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        if isinstance(event, SynthesizeStartEvent):
+            _current.set(Synthesis(event.span_id))
+        elif isinstance(event, SynthesizeEndEvent):
+            synthesis = _current.get()
+            if synthesis is not None and synthesis.span_id == event.span_id:
+                _current.set(None)
+                _attach(synthesis, event.response)
+
+
+def _attach(synthesis: Synthesis, response: Any) -> None:
+    # The generators get the metadata, not the response: in a cycle of references an unread stream would not end.
+    if isinstance(response, StreamingResponse):
+        metadata = response.metadata = {} if response.metadata is None else response.metadata
+        response.response_gen = _read(synthesis, response.response_gen, metadata, response.source_nodes)
+    elif isinstance(response, AsyncStreamingResponse):
+        metadata = response.metadata = {} if response.metadata is None else response.metadata
+        response.response_gen = _aread(synthesis, response.response_gen, metadata, response.source_nodes)
+    else:
+        metadata = {} if response.metadata is None else response.metadata
+        synthesis.write(metadata, str(response), response.source_nodes)
+        response.metadata = metadata or response.metadata
+
+
+def _read(
+    synthesis: Synthesis, pieces: Generator[str, None, None], metadata: dict[str, Any], nodes: list[NodeWithScore]
+) -> Generator[str, None, None]:
+    answer = ""
+    with closing(pieces):
+        while True:
+            with _collecting(synthesis):
+                piece = next(pieces, None)
+            if piece is None:
+                break
+            answer += piece
+            yield piece
+    synthesis.write(metadata, answer, nodes)
+
+
+async def _aread(
+    synthesis: Synthesis, pieces: AsyncGenerator[str, None], metadata: dict[str, Any], nodes: list[NodeWithScore]
+) -> AsyncGenerator[str, None]:
+    answer = ""
+    async with aclosing(pieces):
+        while True:
+            with _collecting(synthesis):
+                piece = await anext(pieces, None)
+            if piece is None:
+                break
+            answer += piece
+            yield piece
+    synthesis.write(metadata, answer, nodes)
+
+
+_lock = threading.Lock()
+
+
+def register() -> None:
+    """Listen to LlamaIndex's events of synthesizers, once in a process."""
+    dispatcher = get_dispatcher()
+    with _lock:
+        if not any(isinstance(handler, _Handler) for handler in dispatcher.event_handlers):
+            dispatcher.add_event_handler(_Handler())
