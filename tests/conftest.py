@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub client: no test asks a network
 
@@ -53,6 +55,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini("timeout", "not used: pytest-timeout is not installed")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_idle_work() -> Iterator[None]:
+    """No engine computes a profile while it is idle, and none is written to the user's cache folder.
+
+    The tests of profiles set limits of their own. Where no collected test imports engines, nothing is imported here.
+    """
+    module = sys.modules.get("reader_rag.model.profile_task")
+    with pytest.MonkeyPatch.context() as patch:
+        if module is not None:
+            patch.setattr(module, "LIMITS", module.ProfileLimits(cpu_s=0.0))
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The default LLM, converted; skipped where its package is not installed."""
@@ -72,7 +87,7 @@ def real_engine(model_folder: Path) -> Engine:
     """An engine over the default LLM, in float32 so that drafted and plain decoding agree exactly."""
     from reader_rag.engine.engine import Engine
 
-    return Engine.load(str(model_folder), dtype="float32")
+    return Engine.load(str(model_folder), dtype="float32", profile="off")
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +143,7 @@ def tiny_engine(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenize
     """An engine over the tiny model."""
     from reader_rag.engine.engine import Engine
 
-    return Engine(tiny_model, tiny_tokenizer)
+    return Engine(tiny_model, tiny_tokenizer, profile="off")
 
 
 @pytest.fixture(scope="session")

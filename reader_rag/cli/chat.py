@@ -25,6 +25,7 @@ from reader_rag.cli.options import (
     EngineUrl,
     KeepAnswers,
     Passages,
+    Profile,
     Store,
     Tenant,
     VectorStore,
@@ -66,6 +67,7 @@ def chat(
     engine: EngineUrl = None,
     engine_timeout: EngineTimeout = ENGINE_TIMEOUT_S,
     trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
+    profile: Profile = EngineConfig.profile,
 ) -> None:
     """Chat about the documents of a store.
 
@@ -73,7 +75,17 @@ def chat(
     """
     place = store_place(store, vector_store)
     models = ModelOptions(
-        model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers, engine, engine_timeout
+        model,
+        embed_model,
+        device,
+        dtype,
+        exactness,
+        trust_remote_code,
+        datastore,
+        keep_answers,
+        engine,
+        engine_timeout,
+        profile,
     )
     from reader_rag.cli.answering.answers import recorded
     from reader_rag.rag.engines import make_chat_engine, open_store

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reader_rag.cli.display.terminal import status
-from reader_rag.config import DatastoreConfig, EngineConfig, LoadConfig
+from reader_rag.config import DatastoreConfig, EngineConfig, LoadConfig, ProfileMode
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 
@@ -40,6 +40,8 @@ class ModelOptions:
         keeps_answers: Whether answers are kept in `datastore`.
         engine: URL of an OpenAI-compatible server that answers in the LLM's place, or None.
         engine_timeout_s: Seconds without data from it after which a call fails.
+        profile: "auto": the LLM's profile is computed while it is idle; "off": not, for programs that end after an
+            answer or compare times.
 
     Raises:
         ConfigError: Two options contradict each other.
@@ -55,6 +57,7 @@ class ModelOptions:
     keeps_answers: bool = False
     engine: str | None = None
     engine_timeout_s: float = ENGINE_TIMEOUT_S
+    profile: ProfileMode = "off"
 
     def __post_init__(self) -> None:
         if self.keeps_answers and self.datastore is None:
@@ -135,5 +138,6 @@ class ModelOptions:
                 max_tokens=max_tokens,
                 trust_remote_code=self.trust_remote_code,
                 datastore=self.datastore,
+                profile=self.profile,
                 recall=DatastoreConfig(keeps_answers=self.keeps_answers),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -53,14 +54,17 @@ def profile_model(
     """Record a model's next tokens for drafts.
 
     A profile holds the most probable tokens after each token of the vocabulary, so that the first drafts of an answer
-    are good too. The default model has one. It takes minutes for a small model on a CPU.
+    are good too. The default model has one, and others make one by themselves while their engine is idle; this command
+    makes it at once. It takes minutes for a small model on a CPU.
     """
+    from reader_rag.draft.profile import profile_path
     from reader_rag.engine.engine import Engine
+    from reader_rag.model.fingerprint import model_fingerprint
     from reader_rag.model.successor_profile import make_profile
     from reader_rag.model.weights_cache import cache_folder
 
     with status(f"loading {name}"):
-        engine = Engine.load(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        engine = Engine.load(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code, profile="off")
     with status("profiling") as say:
         profile = make_profile(
             engine.target,
@@ -69,7 +73,9 @@ def profile_model(
             drafting=engine.drafting,
             progress=lambda done, of: say(f"profiled {done} of {of} tokens"),
         )
-    path = out or cache_folder() / "profiles" / f"{profile.vocabulary[:16]}.npz"
+    if out is None:  # the engine's own file; one that is named may be used for other models of the vocabulary
+        profile = replace(profile, model=model_fingerprint(engine.model))
+    path = out or profile_path(cache_folder() / "profiles", profile.model)
     path.parent.mkdir(parents=True, exist_ok=True)
     profile.save(path)
     typer.echo(path)

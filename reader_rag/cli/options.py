@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from reader_rag.bench.options import setting_option
-from reader_rag.config import DatastoreConfig, EngineConfig, checked_tenant
+from reader_rag.config import DatastoreConfig, EngineConfig, ProfileMode, checked_tenant
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -105,4 +105,8 @@ KeepAnswers = Annotated[
         flag="--keep-answers",
         text="Keep the answers in --datastore, for later drafts.",
     ),
+]
+Profile = Annotated[
+    ProfileMode,
+    setting_option(EngineConfig, "profile", text="off: compute nothing between two answers, for better drafts."),
 ]

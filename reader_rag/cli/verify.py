@@ -72,6 +72,7 @@ def verify(
         exactness=exactness,
         forward=forward,
         prefix_bytes=0,
+        profile="off",
         trust_remote_code=trust_remote_code,
     )
     outcome = run(engine, _encoded(engine, chosen), params, numbers, batch, progress())

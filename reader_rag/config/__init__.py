@@ -7,7 +7,7 @@ from typing import Any
 from reader_rag.config.batch import BatchConfig
 from reader_rag.config.datastore import DatastoreConfig
 from reader_rag.config.draft import DraftConfig
-from reader_rag.config.engine import EngineConfig, Exactness, Forward, LoadConfig
+from reader_rag.config.engine import EngineConfig, Exactness, Forward, LoadConfig, ProfileMode
 from reader_rag.config.grammar import Grammar
 from reader_rag.config.reading import ReadLimits
 from reader_rag.config.sampling import SamplingParams
@@ -23,6 +23,7 @@ __all__ = [
     "Forward",
     "Grammar",
     "LoadConfig",
+    "ProfileMode",
     "ReadLimits",
     "SamplingParams",
     "Setting",

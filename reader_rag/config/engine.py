@@ -13,6 +13,7 @@ from reader_rag.config.setting import Settings, setting
 
 Exactness = Literal["fast", "strict"]
 Forward = Literal["auto", "torch"]
+ProfileMode = Literal["auto", "off"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ class EngineConfig(Settings):
         "Most bytes of keys and values in the prefix cache, on the model's device; 0 turns it off. None: 256 MiB on "
         "the CPU, 1 GiB elsewhere.",
         ge=0,
+    )
+    profile: ProfileMode = setting(
+        "auto",
+        '"auto": while the engine is idle it computes which tokens its model finds likely after each single token, for '
+        "better drafts, for at most 10 minutes of processor time in all, and keeps them in the cache folder; the "
+        'default model has such a profile. "off": it computes nothing while it is idle.',
     )
     datastore: str | Path | None = setting(
         None, "Folder of texts and earlier answers that drafts are searched in; None: there is none."

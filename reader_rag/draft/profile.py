@@ -1,17 +1,18 @@
 """Profiles: a model's likely next tokens after each single token of its vocabulary, the prior of the successor table.
 
-Each token is evaluated once, with no text before it. The profile of the default model comes with the package;
-`reader-rag models profile` computes that of any other model and keeps it in the cache folder. Without a profile the
-table starts empty and learns from the request's prompt.
+Each token is evaluated once, with no text before it. The profile of the default model comes with the package. Any
+other model computes its own while its engine is idle (`model.profile_task`), or `reader-rag models profile` computes
+it at once; it is kept in the cache folder. Without a profile the table starts empty and learns from the request's
+prompt.
 
-A profile belongs to a vocabulary: a larger model of the same family can use it too.
+A profile fits a vocabulary: one that names no model is used for every model of its vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ _AGAIN = "delete it and make it again: reader-rag models profile MODEL"
 _FITS = 0.25
 """Least share of a text's tokens that a profile of its vocabulary lists after the token before."""
 _LEAST_TOKENS = 200
+_VERSION = 2
+"""Of files. Version 1 had only complete profiles, which named no model; it is still read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +39,22 @@ class Profile:
         name: The model that it was made from.
         vocabulary: `fingerprint` of its vocabulary.
         tokens: int32 [vocabulary, 8], the likeliest first, -1: no more.
+        model: `model_fingerprint` of the model that alone uses it; "": every model of the vocabulary does.
+        done: Leading tokens that were computed, where the profile is not complete; None: all.
+        cpu_s: Seconds of processor time that it took so far, where an engine computes it while it is idle.
     """
 
     name: str
     vocabulary: str
     tokens: NDArray[np.int32]
+    model: str = ""
+    done: int | None = None
+    cpu_s: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tokens were computed."""
+        return self.done is None or self.done >= len(self.tokens)
 
     def save(self, path: Path) -> None:
         """Write the file that `load` reads, atomically.
@@ -58,6 +72,10 @@ class Profile:
                 name=np.array(self.name),
                 vocabulary=np.array(self.vocabulary),
                 tokens=(self.tokens + 1).astype(wide),
+                version=np.array(_VERSION),
+                model=np.array(self.model),
+                done=np.array(len(self.tokens) if self.done is None else self.done),
+                cpu_s=np.array(self.cpu_s),
             )
 
     @classmethod
@@ -71,12 +89,17 @@ class Profile:
             ConfigError: The file cannot be read or is no profile.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with np.load(path, allow_pickle=False) as file:  # reading checks the checksums of the zip file
+                version = int(file["version"]) if "version" in file else 1
                 tokens = file["tokens"].astype(np.int32) - 1
                 profile = cls(str(file["name"]), str(file["vocabulary"]), tokens)
+                if version == _VERSION:
+                    model, done, cpu_s = str(file["model"]), int(file["done"]), float(file["cpu_s"])
+                    profile = replace(profile, model=model, done=done, cpu_s=cpu_s)
         except Exception as cause:  # a damaged zip file raises a dozen kinds
             raise ConfigError(f"{path} is not a readable profile ({cause}); {_AGAIN}") from cause
-        if tokens.ndim != 2 or tokens.shape[1] != kernels.BEST or int(tokens.max(initial=-1)) >= len(tokens):
+        fits = tokens.ndim == 2 and tokens.shape[1] == kernels.BEST and int(tokens.max(initial=-1)) < len(tokens)
+        if version > _VERSION or not fits or not 0 <= (profile.done or 0) <= len(tokens) or not profile.cpu_s >= 0.0:
             raise ConfigError(f"{path} is not a profile of this version; {_AGAIN}")
         return profile
 
@@ -108,12 +131,24 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
     ).hexdigest()
 
 
+def profile_path(folder: Path, model: str) -> Path:
+    """The file of a model's own profile.
+
+    Args:
+        folder: The folder of profiles.
+        model: `model_fingerprint` of the model.
+    """
+    return folder / f"{model[:16]}.npz"
+
+
 def profiles(*folders: Path) -> list[Profile]:
-    """Read the profiles in some folders, then the shipped ones.
+    """Read complete profiles: those in some folders that name no model, the shipped ones, then those of one model.
 
     Args:
         folders: Folders of `.npz` files; those that do not exist are skipped.
+
+    Raises:
+        ConfigError: A file cannot be read or is no profile.
     """
-    return [
-        Profile.load(path) for folder in (*folders, SHIPPED) if folder.is_dir() for path in sorted(folder.glob("*.npz"))
-    ]
+    paths = [path for folder in (*folders, SHIPPED) if folder.is_dir() for path in sorted(folder.glob("*.npz"))]
+    return sorted((one for one in map(Profile.load, paths) if one.complete), key=lambda one: bool(one.model))

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
 from reader_rag.config.setting import settings_of, unknown_argument
 from reader_rag.draft.context_index import ContextIndex
-from reader_rag.draft.profile import Profile, fingerprint, profiles
 from reader_rag.draft.source import SourceFactory
 from reader_rag.draft.tree_builder import TreeBuilder
 from reader_rag.engine.context import Costs, DecodeContext
@@ -30,6 +29,7 @@ from reader_rag.engine.text.encoder import PromptEncoder
 from reader_rag.errors import BatchError, BusyError, ConfigError
 from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.model.interface import TargetModel
+from reader_rag.model.profile_task import load_profile
 from reader_rag.model.select_target import Drafting, select_reuse, select_target
 from reader_rag.model.weights_cache import cache_folder
 from reader_rag.util.fork import check_not_forked, note_threads
@@ -104,6 +104,15 @@ class Engine:
         )
         self.prefix_bytes = self._prefix_bytes()
         reuse = on_own_thread(lambda: select_reuse(self.target, self.config.exactness)) if self.prefix_bytes else None
+        observers = Observers()
+        profile, profile_task = load_profile(
+            self.target,
+            tokenizer,
+            name=self.name,
+            drafting=drafting,
+            computes=self.config.profile == "auto",
+            report=lambda share: observers.tell("profiled", share),
+        )
         self.context = DecodeContext(
             target=self.target,
             drafting=drafting,
@@ -112,13 +121,14 @@ class Engine:
             eos_ids=self.requests.eos_ids,
             context_window=context_window,
             vocabulary=self.requests.vocabulary,
-            draft_states=DraftStates(_profile(tokenizer)),
+            draft_states=DraftStates(profile),
             prefix_cache=PrefixCache(self.prefix_bytes, reuse.block) if reuse is not None else None,
             reuse=reuse,
             lookup=self._lookup(),
             costs=Costs(self.target, cache_folder() / "costs"),
+            observers=observers,
         )
-        self.scheduler = Scheduler(self.context, self.config.batch, self.prefix_bytes)
+        self.scheduler = Scheduler(self.context, self.config.batch, self.prefix_bytes, profile_task)
 
     @classmethod
     def load(
@@ -438,12 +448,3 @@ def _result(stream: GenerationStream) -> Generation | Exception:
         return stream.finish()
     except Exception as error:
         return error
-
-
-def _profile(tokenizer: PreTrainedTokenizerBase) -> Profile | None:
-    """The profile of the tokenizer's vocabulary, if there is one."""
-    held = profiles(cache_folder() / "profiles")
-    if not held or not hasattr(tokenizer, "get_vocab"):  # a benchmark's random weights have no text
-        return None
-    vocabulary = fingerprint(tokenizer.get_vocab())
-    return next((profile for profile in held if profile.vocabulary == vocabulary), None)

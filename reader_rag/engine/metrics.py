@@ -141,6 +141,14 @@ class PrometheusMetrics(Observer):
         self._of(self._metrics.rearrangements).inc(rearrangements)
         self._of(self._metrics.moved).inc(moved_bytes)
 
+    def profiled(self, share: float) -> None:
+        """Set the gauge.
+
+        Args:
+            share: Share of the vocabulary whose next tokens are known now.
+        """
+        self._of(self._metrics.profile).set(share)
+
 
 class _Metrics:
     """The metrics of one registry."""
@@ -183,12 +191,15 @@ class _Metrics:
         self.running = gauge("requests_running", "Requests that are decoded now.")
         self.waiting = gauge("requests_waiting", "Requests in the queue.")
         self.cache = gauge("cache_reserved_bytes", "Bytes reserved for the KV caches of running requests.")
+        self.profile = gauge(
+            "profile_ratio", "Share of the vocabulary in the profile that idle time computes; 0 where it computes none."
+        )
         self.rearrangements = counter(
             "rearrangements_total", "Times that all keys and values of the batch cache were moved."
         )
         self.moved = counter("moved_bytes_total", "Bytes of keys and values that were moved in the batch cache.")
         histograms = (self.queue, self.first_token, self.decode, self.step, self.draft, self.positions, self.emitted)
-        gauges = (self.running, self.waiting, self.cache)
+        gauges = (self.running, self.waiting, self.cache, self.profile)
         self.unlabelled = (*histograms, *gauges, self.rearrangements, self.moved)
 
 

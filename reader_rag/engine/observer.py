@@ -86,6 +86,13 @@ class Observer:
             moved_bytes: Bytes that were moved since the last call.
         """
 
+    def profiled(self, share: float) -> None:
+        """More of the model's profile was computed, while no request ran.
+
+        Args:
+            share: Share of the vocabulary whose next tokens are known now, 0 to 1.
+        """
+
 
 class Observers(list[Observer]):
     """The observers of an engine. An exception in one is logged; decoding goes on."""

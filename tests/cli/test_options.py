@@ -26,12 +26,17 @@ NOT_SETTINGS = {
     ("ask", "top_k"): "passages, not tokens",
     ("chat", "top_k"): "passages, not tokens",
     ("vllm-args", "keep_answers"): "read by vLLM, for all users",
+    ("bench replay", "profile"): "a file",
+    ("bench recall", "profile"): "a file",
+    ("bench drafting", "profile"): "a file",
+    ("bench calibrate", "profile"): "a file",
     ("bench cache", "device"): "without a model, so there is no auto",
     ("bench cache", "dtype"): "of keys and values",
 }
 OWN_HELP = {
     "exactness": "the schema's takes five lines",
     "forward": "the schema's takes four lines",
+    "profile": "the schema's takes four lines",
     "trust_remote_code": "a flag: a request, not a question",
     "keep_answers": "a flag: a request, not a question",
 }

@@ -95,6 +95,13 @@ class TestWhatIsTold:
         assert value(registry, "cache_reserved_bytes") == 2048
         assert (value(registry, "rearrangements_total"), value(registry, "moved_bytes_total")) == (2, 768)
 
+    def test_the_share_of_the_profile_that_is_computed(
+        self, metrics: PrometheusMetrics, registry: CollectorRegistry
+    ) -> None:
+        assert value(registry, "profile_ratio") == 0
+        metrics.profiled(0.25)
+        assert value(registry, "profile_ratio") == 0.25
+
     def test_every_sample_is_there_before_anything_happened(self, registry: CollectorRegistry) -> None:
         PrometheusMetrics(registry, labels={"model": "tiny"})
         for outcome in ("stop", "length", "cancelled", "failed"):

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 )
 from tiny_models import make_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from waiting import wait_until
+from waiting import LIMIT_S, join, wait_until
 
 from reader_rag.config import BatchConfig, DraftConfig, SamplingParams
 from reader_rag.engine import scheduler as scheduler_module
@@ -41,6 +41,7 @@ from reader_rag.engine.scheduler import Scheduler
 from reader_rag.engine.stream import GenerationStream
 from reader_rag.errors import BatchError, BusyError, ConfigError, NestedCallError, PromptError
 from reader_rag.model import target as step_module
+from reader_rag.model.profile_task import ProfileLimits
 from reader_rag.sampling.topk import rank_passes
 
 TEXTS = (
@@ -560,6 +561,88 @@ class TestEnds:
             if worker is not None:
                 worker.join(timeout=20)
                 assert not worker.is_alive()
+
+
+class IdleTask:
+    """Counts its passes; each waits until the test lets it end."""
+
+    limits = ProfileLimits(after_s=0.0)
+
+    def __init__(self, passes: int) -> None:
+        self.left = passes
+        self.begun = 0
+        self.closed = False
+        self.may_end = threading.Semaphore(0)
+
+    @property
+    def wanted(self) -> bool:
+        return self.left > 0 and not self.closed
+
+    def run(self) -> None:
+        self.begun += 1
+        assert self.may_end.acquire(timeout=LIMIT_S)
+        self.left -= 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class TestIdleTime:
+    @pytest.fixture
+    def engine(self, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
+        monkeypatch.setattr(scheduler_module, "_IDLE_S", 0.01)
+        return make_engine()
+
+    def answer(self, engine: Engine) -> None:
+        drained(engine.submit(engine.encode("a"), ask(max_tokens=3)))
+
+    def test_is_the_profile_tasks_until_nothing_is_left(self, engine: Engine) -> None:
+        task: Any = IdleTask(3)
+        task.may_end.release(3)
+        engine.scheduler.profile_task = task
+        self.answer(engine)
+        worker = engine.scheduler._worker
+        if worker is not None:
+            join(worker)
+        assert (task.begun, task.left) == (3, 0)
+
+    def test_does_not_begin_before_the_first_request(self, engine: Engine) -> None:
+        task: Any = IdleTask(3)
+        engine.scheduler.profile_task = task
+        assert engine.scheduler._worker is None
+        assert task.begun == 0
+
+    def test_ends_with_the_pass_during_which_a_request_comes(self, engine: Engine) -> None:
+        task: Any = IdleTask(100)
+        engine.scheduler.profile_task = task
+        self.answer(engine)
+        wait_until(lambda: task.begun == 1, "the first pass")
+        stream = engine.submit(engine.encode("a"), ask(max_tokens=3))
+        begun_at_end: list[int] = []
+
+        class Noting(Observer):
+            def answered(self, stats: Any, outcome: Any) -> None:
+                begun_at_end.append(task.begun)
+
+        engine.observers.append(Noting())
+        task.may_end.release()
+        drained(stream)
+        assert begun_at_end == [1]
+        task.may_end.release(100)
+
+    def test_ends_when_the_engine_is_closed(self, engine: Engine) -> None:
+        task: Any = IdleTask(100)
+        engine.scheduler.profile_task = task
+        self.answer(engine)
+        wait_until(lambda: task.begun == 1, "the first pass")
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        wait_until(lambda: engine.scheduler._closing, "closing")
+        task.may_end.release(100)
+        join(closing)
+        assert (task.begun, task.closed) == (1, True)
+        self.answer(engine)
+        assert task.begun == 1
 
 
 class TestThreads:

@@ -12,9 +12,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from reader_rag.cli.main import app
-from reader_rag.draft.profile import Profile, fingerprint, profiles
+from reader_rag.config import DraftConfig
+from reader_rag.draft.profile import Profile, fingerprint, profile_path, profiles
 from reader_rag.engine.engine import Engine
 from reader_rag.model import successor_profile as profiling
+from reader_rag.model.fingerprint import model_fingerprint
 from reader_rag.model.successor_profile import make_profile
 
 
@@ -115,15 +117,33 @@ def test_the_command_writes_what_is_found_by_a_later_engine(
     tiny_tokenizer.save_pretrained(folder)
     result = CliRunner().invoke(app, ["models", "profile", str(folder), "--dtype", "float32", "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    path = tmp_path / "cache" / "profiles" / f"{profile.vocabulary[:16]}.npz"
+    # The file that an engine would write that computes its profile while it is idle.
+    loaded = Engine.load(str(folder), dtype="float32", device="cpu")
+    path = profile_path(tmp_path / "cache" / "profiles", model_fingerprint(loaded.model))
     assert result.stdout == f"{path}\n"
     written = Profile.load(path)
     assert written.name == str(folder)
     assert np.array_equal(written.tokens, profile.tokens)
-    assert profiles(tmp_path / "cache" / "profiles")[0].vocabulary == profile.vocabulary
-    # An engine over the same vocabulary now drafts from it.
-    engine = Engine(tiny_model, tiny_tokenizer)
-    assert np.array_equal(engine.context.draft_states.of("", engine.config.draft).successors.prior, profile.tokens)
+    assert profiles(tmp_path / "cache" / "profiles")[-1].vocabulary == profile.vocabulary
+    # An engine over this model drafts from it, one over another model of the vocabulary does not.
+    prior = Engine.load(str(folder), dtype="float32", device="cpu").context.draft_states.of("", DraftConfig())
+    assert np.array_equal(prior.successors.prior, profile.tokens)
+    other = Engine(tiny_model, tiny_tokenizer).context.draft_states.of("", DraftConfig())
+    assert len(other.successors.prior) == 0
+
+
+def test_a_file_that_names_no_model_is_found_by_every_engine_of_its_vocabulary(
+    tiny_model: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    profile: Profile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("READER_RAG_CACHE", str(tmp_path))
+    (tmp_path / "profiles").mkdir()
+    profile.save(tmp_path / "profiles" / "family.npz")
+    states = Engine(tiny_model, tiny_tokenizer).context.draft_states
+    assert np.array_equal(states.of("", DraftConfig()).successors.prior, profile.tokens)
 
 
 def test_the_command_writes_where_it_is_told(

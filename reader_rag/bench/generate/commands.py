@@ -120,7 +120,7 @@ def _engine(model: str, dtype: str, device: str, settings: dict[str, Any], *, ra
         from reader_rag.bench.generate.random_weights import engine_from_config
 
         return engine_from_config(Path(model), dtype, device, settings)
-    return Engine.load(model, dtype=dtype, device=device, prefix_bytes=0, **settings)
+    return Engine.load(model, dtype=dtype, device=device, prefix_bytes=0, profile="off", **settings)
 
 
 def _tasks(

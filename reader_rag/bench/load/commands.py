@@ -39,7 +39,7 @@ def load(
     from reader_rag.bench.load.concurrent import LoadPlan, run_load
     from reader_rag.engine.engine import Engine
 
-    engine = Engine.load(model, dtype=dtype, device=device)
+    engine = Engine.load(model, dtype=dtype, device=device, profile="off")
     texts = [prompt.text for prompt in read_prompts(prompts, options.names(categories), limit)]
     encoded = [engine.encode_chat([{"role": "user", "content": text}]) for text in texts]
     plan = LoadPlan(requests, at_once, cancelled, bad, rounds)

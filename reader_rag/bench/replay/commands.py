@@ -203,7 +203,7 @@ def record(
     chosen = prompts_or_local(prompts, options.names(categories), limit, limit, seed)
     if other_words:
         chosen = reworded(chosen)
-    engine = Engine.load(model, dtype=dtype, device=device, prefix_bytes=0)
+    engine = Engine.load(model, dtype=dtype, device=device, prefix_bytes=0, profile="off")
     best = out.with_suffix(".npz")
     count = run(engine, chosen, max_tokens, out, best, Console(stderr=True))
     typer.echo(f"{count} answers in {out}, best next tokens in {best}")
