@@ -6,24 +6,23 @@ rows beside it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from transformers import PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.cpu.attention import Caches, Paths, Rotation
-from reader_rag.model.cpu.layers import LINEARS, Buffers, FloatWeights, compute_layers, norm_and_project
-from reader_rag.model.cpu.products import ROWS_AT_ONCE, FloatRows, Heads, Linear, Norm
+from reader_rag.model.cpu.layers import compute_layers, norm_and_project
 from reader_rag.model.cpu.simd import LANES
+from reader_rag.model.cpu.threads import numba_threads
+from reader_rag.model.cpu.weights import UnknownPartError, Weights, padded
 
 Array = NDArray[Any]
 
@@ -31,16 +30,13 @@ _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 """Models made of the layers below and nothing else."""
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Position encodings whose angles depend on nothing but the position."""
-_HOMES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+_HOMES = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "reader_rag.model.quantization.")
 """Where the classes of a model's parts come from. Another library's part may show the weights that it changes."""
-_STORED = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-"""The type under which NumPy sees the weights of each type."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SLOW_PRODUCTS = ("DEFAULT", "AVX2")
 """What PyTorch calls CPUs on which its 16-bit products are slower than ours for many rows too."""
 
 _numba: Any = numba.config
-_pool = threading.Lock()
-"""Numba's threads serve one parallel loop at a time."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +72,6 @@ class Rows:
         return cls(tokens, order, paths, cache, first_logits)
 
 
-class _Unknown(Exception):
-    """The model has a part that the kernels do not know."""
-
-
 class CpuForward:
     """A model as a function from rows of tokens to logits; made by `of`.
 
@@ -95,16 +87,11 @@ class CpuForward:
     chunk = 64
 
     def __init__(self, model: PreTrainedModel) -> None:
-        base: Any = model.model
-        self._dtype = model.dtype
-        self._rotary = base.rotary_emb
-        self._embedding = self._array(base.embed_tokens.weight)
-        attention, epsilon = base.layers[0].self_attn, np.float32(base.norm.variance_epsilon)
-        self._weights = self._layers_of(base.layers, epsilon, np.float32(attention.scaling))
-        self._norm = Norm(self._array(base.norm.weight), epsilon)
-        self._head = self._linear(model.lm_head)
-        self.width = int(attention.head_dim)
-        self.heads = int(self._weights.shapes[LINEARS.index("k"), 0]) // self.width
+        self._dtype = getattr(model, "cache_dtype", model.dtype)
+        self._rotary = cast(Any, model).model.rotary_emb
+        self._weights = Weights.of(model)
+        self.width = int(cast(Any, model).model.layers[0].self_attn.head_dim)
+        self.heads = self._weights.sizes["k"] // self.width
         self._rotation = Rotation(*np.zeros((2, 0, self.width), np.float32))
         self._angles(256)
 
@@ -115,23 +102,23 @@ class CpuForward:
             return None
         try:
             return cls(model)
-        except (_Unknown, AttributeError):
+        except (UnknownPartError, AttributeError):
             return None
 
     @property
     def layers(self) -> int:
         """Number of layers."""
-        return len(self._weights.norms)
+        return len(self._weights.layers.norms)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, keys and values."""
+        """Of keys and values; of weights too, where they are not in int8."""
         return self._dtype
 
     @property
     def prefills_faster(self) -> bool:
         """Whether prompts too are faster here than in PyTorch; by the kind of CPU, so that rounding never varies."""
-        return self._dtype != torch.float32 and slow_products()
+        return self._weights.is_int8 or (self._dtype != torch.float32 and slow_products())
 
     def __call__(self, texts: Sequence[Rows]) -> list[torch.Tensor]:
         """One pass over rows of any number of texts. Keys and values are written behind each text's committed ones.
@@ -154,29 +141,17 @@ class CpuForward:
             paths[start : start + len(text.tokens), : text.paths.shape[1]] = text.paths
         caches = self._caches(texts, starts)
         angles = self._angles(max(text.cache.length + int(text.depths.max()) + 1 for text in texts))
-        rows = len(tokens)
-
-        def buffer(features: int, count: int = rows) -> Array:
-            return np.zeros((-(-count // ROWS_AT_ONCE) * ROWS_AT_ONCE, features), np.float32)
-
-        x = buffer(self._embedding.shape[1])
-        x[:rows] = _widened(self._embedding[tokens])
-        features = dict(zip(LINEARS, self._weights.shapes[:, 0].tolist(), strict=True))
-        heads = Heads(*(buffer(features[name]) for name in "qkv"))
-        attended, gated = np.zeros_like(heads.q), buffer(features["gate"])
-        buffers = Buffers(FloatRows(np.zeros_like(x)), heads, attended, FloatRows(attended), gated, FloatRows(gated))
-        with _pool:
-            threads = torch.get_num_threads()
-            numba.set_num_threads(min(threads, _numba.NUMBA_NUM_THREADS))
-            if torch.get_num_threads() != threads:  # numba's first threads change PyTorch's: they share OpenMP
-                torch.set_num_threads(threads)
-            compute_layers(x, rows, self._weights, angles, Paths(depths, paths), caches, buffers)
-            wanted = [np.arange(starts[n] + text.first_logits, starts[n + 1]) for n, text in enumerate(texts)]
-            chosen = np.concatenate(wanted)
-            last = buffer(x.shape[1], len(chosen))
+        rows, weights = len(tokens), self._weights
+        x = weights.embed(tokens)
+        wanted = [np.arange(starts[n] + text.first_logits, starts[n + 1]) for n, text in enumerate(texts)]
+        chosen = np.concatenate(wanted)
+        last = np.zeros((padded(len(chosen)), x.shape[1]), np.float32)
+        logits = np.empty((len(last), weights.vocabulary), np.float32)
+        buffers, head_inputs = weights.buffers(rows), weights.head_inputs(len(chosen))
+        with numba_threads():
+            compute_layers(x, rows, weights.layers, angles, Paths(depths, paths), caches, buffers)
             last[: len(chosen)] = x[chosen]
-            logits = np.empty((len(last), self._head.weight.shape[0]), np.float32)
-            norm_and_project(last, len(chosen), self._norm, FloatRows(np.zeros_like(last)), self._head, logits)
+            norm_and_project(last, len(chosen), weights.norm, head_inputs, weights.head, logits)
         return list(torch.from_numpy(logits[: len(chosen)]).split([len(rows) for rows in wanted]))
 
     def _caches(self, texts: Sequence[Rows], starts: NDArray[np.int64]) -> Caches:
@@ -191,54 +166,12 @@ class CpuForward:
         if len(self._rotation.cos) < positions:
             count = 1 << (positions - 1).bit_length()
             with torch.inference_mode():
-                cos, sin = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(count)[None])
+                like = torch.empty(0, dtype=torch.float32 if self._weights.is_int8 else self._dtype)
+                cos, sin = self._rotary(like, torch.arange(count)[None])
             if cos.shape[-1] != self.width:
-                raise _Unknown("rotates a part of each head")
+                raise UnknownPartError("rotates a part of each head")
             self._rotation = Rotation(cos[0].float().numpy(), sin[0].float().numpy())
         return self._rotation
-
-    def _layers_of(self, layers: Sequence[Any], epsilon: np.float32, scale: np.float32) -> FloatWeights:
-        """Weights of all layers; their arrays are held in `_held`, since `FloatWeights` has their addresses alone."""
-        norms, linears = [], []
-        for layer in layers:
-            attention, feed = layer.self_attn, layer.mlp
-            heads = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else (None, None)
-            modules = (layer.input_layernorm, *heads, layer.post_attention_layernorm)
-            none = np.zeros(0, self._embedding.dtype)
-            norms.append([none if module is None else self._array(module.weight) for module in modules])
-            projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-            linears.append(
-                [self._linear(module) for module in (*projections, feed.gate_proj, feed.up_proj, feed.down_proj)]
-            )
-        self._held = norms, linears
-        if any([a.shape for a in others] != [a.shape for a in norms[0]] for others in norms) or any(
-            [a.weight.shape for a in others] != [a.weight.shape for a in linears[0]] for others in linears
-        ):
-            raise _Unknown("layers of different shapes")
-        return FloatWeights(
-            norms=np.array([[array.ctypes.data for array in layer] for layer in norms]),
-            widths=np.array([len(array) for array in norms[0]]),
-            linears=np.array([[[part.ctypes.data for part in linear] for linear in layer] for layer in linears]),
-            shapes=np.array([linear.weight.shape for linear in linears[0]]),
-            like=none,
-            epsilon=epsilon,
-            scale=scale,
-        )
-
-    def _linear(self, module: Any) -> Linear:
-        if type(module) is not nn.Linear:  # quantised, or with an adapter
-            raise _Unknown(type(module).__name__)
-        weight = self._array(module.weight)
-        bias = np.zeros(len(weight), np.float32)
-        if module.bias is not None:
-            bias = module.bias.detach().float().numpy()
-        return Linear(weight, bias)
-
-    def _array(self, tensor: torch.Tensor) -> Array:
-        """A parameter as NumPy sees it, not copied."""
-        if tensor.dtype != self._dtype or not tensor.is_contiguous():
-            raise _Unknown(f"{tensor.dtype} among {self._dtype}")
-        return tensor.detach().view(_STORED[self._dtype]).numpy()
 
 
 def slow_products() -> bool:
@@ -253,7 +186,7 @@ def _is_known(model: PreTrainedModel) -> bool:
     return (
         not _numba.DISABLE_JIT
         and model.device.type == "cpu"
-        and model.dtype in _STORED
+        and model.dtype in _DTYPES
         and kind.__name__ in _CLASSES
         and kind.__module__.startswith("transformers.models.")
         and getattr(config, "hidden_act", None) == "silu"
@@ -273,12 +206,3 @@ def head_width(config: Any) -> int:
     """Numbers of a query or key of one head, by what configurations usually say."""
     heads = getattr(config, "num_attention_heads", 1)
     return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-
-def _widened(values: Array) -> Array:
-    """float32 of float32, or of the bits of a 16-bit type."""
-    if values.dtype == np.int16:
-        return values.view(np.float16).astype(np.float32)
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values

@@ -14,7 +14,7 @@ from numba import njit, prange
 from reader_rag.model.cpu.int8_tile import COLUMNS, FEATURES, OFFSET, TILE_BLOCKS, TILE_ROWS, TILES
 from reader_rag.model.cpu.products import FUSED, exp, normalize
 
-_GREATEST = np.float32(127)
+_GREATEST, _GREATEST_OF_TWO = np.float32(127), np.float32(127 * 256 + 127)
 _SPREAD_FROM = 4
 """Rows from which on threads share the work of quantising them."""
 _HALF = TILE_BLOCKS // 2
@@ -38,17 +38,19 @@ class PackedLinear(NamedTuple):
 
 
 class QuantisedRows(NamedTuple):
-    """The inputs of products.
+    """The inputs of products, in one limb of 8 bits or in two: `x = scale * (256 * high + low)`.
 
     Attributes:
-        values: int8 [rows, 4 * depth], zero beyond the inputs.
+        values: int8 [rows * limbs, 4 * depth], the limbs of a row one behind the other, zero beyond the inputs.
         scales: float32 [rows].
-        sums: int32 [rows], of the values of each row, times `OFFSET`.
+        sums: int32 [rows * limbs], of the values, times `OFFSET`.
+        limbs: 1 or 2.
     """
 
     values: Any
     scales: Any
     sums: Any
+    limbs: Any
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -58,15 +60,28 @@ def _quantise(row: Any, inputs: Any, r: Any) -> None:
     for value in row:
         bits = max(bits, np.float32(value).view(np.uint32) & np.uint32(0x7FFFFFFF))
     greatest = np.uint32(bits).view(np.float32)
-    inverse = _GREATEST / greatest if greatest != np.float32(0) else np.float32(0)
-    values = inputs.values[r]
-    total = np.int32(0)
-    for k in range(row.shape[0]):
-        value = np.int32(np.rint(row[k] * inverse))
-        values[k] = np.int8(value)
-        total += value
-    inputs.scales[r] = greatest / _GREATEST
-    inputs.sums[r] = np.int32(total * np.int32(OFFSET))
+    most = _GREATEST if inputs.limbs == 1 else _GREATEST_OF_TWO
+    inverse = most / greatest if greatest != np.float32(0) else np.float32(0)
+    inputs.scales[r] = greatest / most
+    if inputs.limbs == 1:
+        values, total = inputs.values[r], np.int32(0)
+        for k in range(row.shape[0]):
+            value = np.int32(np.rint(row[k] * inverse))
+            values[k] = np.int8(value)
+            total += value
+        inputs.sums[r] = np.int32(total * np.int32(OFFSET))
+    else:
+        highs, lows = inputs.values[2 * r], inputs.values[2 * r + 1]
+        high_total = low_total = np.int32(0)
+        for k in range(row.shape[0]):
+            value = np.int32(np.rint(row[k] * inverse))
+            high = np.int32((value + np.int32(128)) >> np.int32(8))
+            low = np.int32(value - np.int32(256) * high)
+            highs[k], lows[k] = np.int8(high), np.int8(low)
+            high_total += high
+            low_total += low
+        inputs.sums[2 * r] = np.int32(high_total * np.int32(OFFSET))
+        inputs.sums[2 * r + 1] = np.int32(low_total * np.int32(OFFSET))
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -123,7 +138,7 @@ def quantise_rows(values: Any, rows: Any, inputs: Any) -> None:
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _multiply(weight: Any, first: Any, second: Any, inputs: Any, row: Any, count: Any, sums: Any) -> None:
-    """A tile of products of `count` rows."""
+    """A tile of products of `count` limbs of rows."""
     if count == 6:
         _tile_6(weight, first, second, inputs, row, sums)
     elif count == 5:
@@ -140,7 +155,7 @@ def _multiply(weight: Any, first: Any, second: Any, inputs: Any, row: Any, count
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _multiply_one(weight: Any, block: Any, inputs: Any, row: Any, count: Any, sums: Any) -> None:
-    """Products of `count` rows with one block."""
+    """Products of `count` limbs of rows with one block."""
     if count == 6:
         _column_6(weight, block, block, inputs, row, sums)
     elif count == 5:
@@ -156,44 +171,66 @@ def _multiply_one(weight: Any, block: Any, inputs: Any, row: Any, count: Any, su
 
 
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _scaled(total: Any, offset: Any, row_scale: Any, scale: Any, bias: Any) -> Any:
-    """float32 output of a feature from its integer sum."""
-    return np.float32(np.int32(total - offset)) * row_scale * scale + bias
+def _output(sums: Any, at: Any, step: Any, inputs: Any, row: Any, scale: Any, bias: Any) -> Any:
+    """float32 output of a feature from the integer sums of its limbs, `step` apart.
+
+    The sums of two limbs are greater than 32 bits together; they are rounded to float32 here, in one place.
+    """
+    if inputs.limbs == 1:
+        total = np.float32(np.int32(sums[at] - inputs.sums[row]))
+    else:
+        high = np.float32(np.int32(sums[at] - inputs.sums[2 * row]))
+        total = high * np.float32(256) + np.float32(np.int32(sums[at + step] - inputs.sums[2 * row + 1]))
+    return total * inputs.scales[row] * scale + bias
 
 
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _write(sums: Any, at: Any, linear: Any, block: Any, inputs: Any, row: Any, out: Any, first: Any, add: Any) -> None:
-    """A block's outputs of one row: `out[row, first : first + 16]`, or added to what is there."""
-    scales, bias = linear.scales, linear.bias
-    row_scale, offset, feature = inputs.scales[row], inputs.sums[row], block * FEATURES
-    for c in range(min(FEATURES, out.shape[1] - first)):
-        value = _scaled(sums[at + c], offset, row_scale, scales[feature + c], bias[feature + c])
-        out[row, first + c] = out[row, first + c] + value if add else value
+def _write(sums: Any, at: Any, step: Any, linear: Any, block: Any, inputs: Any, row: Any, out: Any) -> None:
+    """A block's outputs of one row, `out[16]`, of which there may be fewer."""
+    scales, bias, feature = linear.scales, linear.bias, block * FEATURES
+    for c in range(out.shape[0]):
+        out[c] = _output(sums, at + c, step, inputs, row, scales[feature + c], bias[feature + c])
+
+
+@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
+def _add(sums: Any, at: Any, step: Any, linear: Any, block: Any, inputs: Any, row: Any, out: Any) -> None:
+    """As `_write`, added to what is there."""
+    scales, bias, feature = linear.scales, linear.bias, block * FEATURES
+    for c in range(out.shape[0]):
+        out[c] += _output(sums, at + c, step, inputs, row, scales[feature + c], bias[feature + c])
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _columns(array: Any, row: Any, block: Any) -> Any:
+    """The features of a block in one row of an array [rows, features]."""
+    return array[row, block * FEATURES : min((block + 1) * FEATURES, array.shape[1])]
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
 def _project(inputs: Any, rows: Any, linear: Any, out: Any, add: Any) -> None:
-    weight, values = linear.weight, inputs.values
-    blocks = (out.shape[1] + FEATURES - 1) // FEATURES
+    weight, values, limbs = linear.weight, inputs.values, inputs.limbs
+    blocks, at_once = weight.shape[0], TILE_ROWS // inputs.limbs
     tiles = blocks // TILE_BLOCKS
     for task in prange(tiles + blocks - tiles * TILE_BLOCKS):
         sums = np.empty(TILE_ROWS * TILE_BLOCKS * FEATURES, np.int32)
-        t = np.int64(task)
-        for row in range(0, rows, TILE_ROWS):
-            count = min(TILE_ROWS, rows - row)
-            if t < tiles:
-                first, second = t * _HALF, (tiles + t) * _HALF
-                _multiply(weight, first, second, values, row, count, sums)
-                for j in range(count):
-                    for n in range(TILE_BLOCKS):
-                        block = first + n if n < _HALF else second + n - _HALF
-                        at = (j * TILE_BLOCKS + n) * FEATURES
-                        _write(sums, at, linear, block, inputs, row + j, out, block * FEATURES, add)
+        is_tile = task < tiles
+        n = np.int64(task)
+        first, second = (n * _HALF, (tiles + n) * _HALF) if is_tile else (n + tiles * (TILE_BLOCKS - 1), np.int64(0))
+        wide = np.int64(TILE_BLOCKS if is_tile else 1)
+        for row in range(0, rows, at_once):
+            count = min(at_once, rows - row)
+            if is_tile:
+                _multiply(weight, first, second, values, row * limbs, count * limbs, sums)
             else:
-                block = tiles * TILE_BLOCKS + t - tiles
-                _multiply_one(weight, block, values, row, count, sums)
-                for j in range(count):
-                    _write(sums, j * FEATURES, linear, block, inputs, row + j, out, block * FEATURES, add)
+                _multiply_one(weight, first, values, row * limbs, count * limbs, sums)
+            for j in range(count):
+                for b in range(wide):
+                    block = first + b if b < _HALF else second + b - _HALF
+                    at, target = (j * limbs * wide + b) * FEATURES, _columns(out, row + j, block)
+                    if add:
+                        _add(sums, at, wide * FEATURES, linear, block, inputs, row + j, target)
+                    else:
+                        _write(sums, at, wide * FEATURES, linear, block, inputs, row + j, target)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -223,17 +260,15 @@ def project_and_add(inputs: Any, rows: Any, linear: Any, x: Any) -> None:
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _write_head(sums: Any, at: Any, linear: Any, block: Any, inputs: Any, row: Any, heads: Any) -> None:
-    """A block's outputs of one row, among the queries, keys or values."""
-    q, k, v = heads.q, heads.k, heads.v
-    keys = (q.shape[1] + FEATURES - 1) // FEATURES
-    values = keys + (k.shape[1] + FEATURES - 1) // FEATURES
+def _head_columns(heads: Any, row: Any, block: Any) -> Any:
+    """The features of a block in one row of queries, keys and values."""
+    keys = (heads.q.shape[1] + FEATURES - 1) // FEATURES
+    values = keys + (heads.k.shape[1] + FEATURES - 1) // FEATURES
     if block < keys:
-        _write(sums, at, linear, block, inputs, row, q, block * FEATURES, False)
-    elif block < values:
-        _write(sums, at, linear, block, inputs, row, k, (block - keys) * FEATURES, False)
-    else:
-        _write(sums, at, linear, block, inputs, row, v, (block - values) * FEATURES, False)
+        return _columns(heads.q, row, block)
+    if block < values:
+        return _columns(heads.k, row, block - keys)
+    return _columns(heads.v, row, block - values)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
@@ -246,38 +281,34 @@ def project_heads(inputs: Any, rows: Any, linear: Any, heads: Any) -> None:
         linear: `PackedLinear` of the queries, the keys and the values; each begins a block.
         heads: `Heads`; overwritten.
     """
-    weight, values = linear.weight, inputs.values
-    blocks = weight.shape[0]
+    weight, values, limbs = linear.weight, inputs.values, inputs.limbs
+    blocks, at_once = weight.shape[0], TILE_ROWS // inputs.limbs
     tiles = blocks // TILE_BLOCKS
     for task in prange(tiles + blocks - tiles * TILE_BLOCKS):
         sums = np.empty(TILE_ROWS * TILE_BLOCKS * FEATURES, np.int32)
-        t = np.int64(task)
-        for row in range(0, rows, TILE_ROWS):
-            count = min(TILE_ROWS, rows - row)
-            if t < tiles:
-                first, second = t * _HALF, (tiles + t) * _HALF
-                _multiply(weight, first, second, values, row, count, sums)
-                for j in range(count):
-                    for n in range(TILE_BLOCKS):
-                        block = first + n if n < _HALF else second + n - _HALF
-                        _write_head(sums, (j * TILE_BLOCKS + n) * FEATURES, linear, block, inputs, row + j, heads)
+        is_tile = task < tiles
+        n = np.int64(task)
+        first, second = (n * _HALF, (tiles + n) * _HALF) if is_tile else (n + tiles * (TILE_BLOCKS - 1), np.int64(0))
+        wide = np.int64(TILE_BLOCKS if is_tile else 1)
+        for row in range(0, rows, at_once):
+            count = min(at_once, rows - row)
+            if is_tile:
+                _multiply(weight, first, second, values, row * limbs, count * limbs, sums)
             else:
-                block = tiles * TILE_BLOCKS + t - tiles
-                _multiply_one(weight, block, values, row, count, sums)
-                for j in range(count):
-                    _write_head(sums, j * FEATURES, linear, block, inputs, row + j, heads)
+                _multiply_one(weight, first, values, row * limbs, count * limbs, sums)
+            for j in range(count):
+                for b in range(wide):
+                    block = first + b if b < _HALF else second + b - _HALF
+                    target = _head_columns(heads, row + j, block)
+                    at = (j * limbs * wide + b) * FEATURES
+                    _write(sums, at, wide * FEATURES, linear, block, inputs, row + j, target)
 
 
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _write_gated(gates: Any, ups: Any, at: Any, linear: Any, block: Any, inputs: Any, row: Any, out: Any) -> None:
-    """A block of `silu(gate) * up` of one row, from the sums of both at `at`."""
-    scales, bias = linear.scales, linear.bias
-    row_scale, offset, first = inputs.scales[row], inputs.sums[row], block * FEATURES
-    other = first + scales.shape[0] // 2
-    for c in range(min(FEATURES, out.shape[1] - first)):
-        gate = _scaled(gates[at + c], offset, row_scale, scales[first + c], bias[first + c])
-        up = _scaled(ups[at + c], offset, row_scale, scales[other + c], bias[other + c])
-        out[row, first + c] = gate / (np.float32(1) + exp(-gate)) * up
+def _silu(gates: Any, values: Any) -> None:
+    """`values *= silu(gates)`."""
+    for c in range(values.shape[0]):
+        values[c] = gates[c] / (np.float32(1) + exp(-gates[c])) * values[c]
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
@@ -290,26 +321,33 @@ def project_gated(inputs: Any, rows: Any, linear: Any, out: Any) -> None:
         linear: `PackedLinear` of `gate` and `up`, with as many blocks each.
         out: float32 [>= rows, features of each].
     """
-    weight, values = linear.weight, inputs.values
-    blocks = weight.shape[0] // 2
+    weight, values, limbs = linear.weight, inputs.values, inputs.limbs
+    blocks, at_once = weight.shape[0] // 2, TILE_ROWS // inputs.limbs
     tiles = blocks // _HALF
     for task in prange(tiles + blocks - tiles * _HALF):
         sums = np.empty(TILE_ROWS * TILE_BLOCKS * FEATURES, np.int32)
-        more = np.empty(TILE_ROWS * FEATURES, np.int32)
-        t = np.int64(task)
-        for row in range(0, rows, TILE_ROWS):
-            count = min(TILE_ROWS, rows - row)
-            if t < tiles:
-                first = t * _HALF
-                _multiply(weight, first, blocks + first, values, row, count, sums)
-                ups = sums[_HALF * FEATURES :]
-                for j in range(count):
-                    for n in range(_HALF):
-                        at = (j * TILE_BLOCKS + n) * FEATURES
-                        _write_gated(sums, ups, at, linear, first + n, inputs, row + j, out)
+        ups = np.empty(TILE_ROWS * TILE_BLOCKS * FEATURES, np.int32)
+        gates = np.empty(FEATURES, np.float32)
+        is_tile = task < tiles
+        n = np.int64(task)
+        first = n * _HALF if is_tile else n + tiles * (_HALF - 1)
+        wide = np.int64(_HALF if is_tile else 1)
+        for row in range(0, rows, at_once):
+            count = min(at_once, rows - row)
+            if is_tile:
+                _multiply(weight, first, blocks + first, values, row * limbs, count * limbs, sums)
             else:
-                block = tiles * _HALF + t - tiles
-                _multiply_one(weight, block, values, row, count, sums)
-                _multiply_one(weight, blocks + block, values, row, count, more)
-                for j in range(count):
-                    _write_gated(sums, more, j * FEATURES, linear, block, inputs, row + j, out)
+                _multiply_one(weight, first, values, row * limbs, count * limbs, sums)
+                _multiply_one(weight, blocks + first, values, row * limbs, count * limbs, ups)
+            step = np.int64(TILE_BLOCKS if is_tile else 1) * FEATURES
+            for j in range(count):
+                for b in range(wide):
+                    target = _columns(out, row + j, first + b)
+                    gate, at = gates[: target.shape[0]], j * limbs * step + b * FEATURES
+                    _write(sums, at, step, linear, first + b, inputs, row + j, gate)
+                    if is_tile:
+                        at += _HALF * FEATURES
+                        _write(sums, at, step, linear, blocks + first + b, inputs, row + j, target)
+                    else:
+                        _write(ups, at, step, linear, blocks + first + b, inputs, row + j, target)
+                    _silu(gate, target)

@@ -138,7 +138,7 @@ def _norm(weights: Any, layer: Any, which: Any) -> Any:
 def _float_linear(weights: Any, layer: Any, which: Any) -> Any:
     features, inputs = weights.shapes[which, 0], weights.shapes[which, 1]
     weight = carray(pointer(weights.linears[layer, which, 0]), (features, inputs), weights.like.dtype)
-    return Linear(weight, carray(pointer(weights.linears[layer, which, 1]), features, np.float32))
+    return Linear(weight, carray(pointer(weights.linears[layer, which, 1]), features, np.float32), weights.like)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)

@@ -33,10 +33,12 @@ class Linear(NamedTuple):
     Attributes:
         weight: [features, inputs].
         bias: float32 [features].
+        like: An array of the type that outputs are rounded to.
     """
 
     weight: Any
     bias: Any
+    like: Any
 
 
 class HeadLinears(NamedTuple):
@@ -154,15 +156,15 @@ def _two_streams(pair: Any, features: Any) -> Any:
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _pair(weight: Any, pair: Any, bias: Any, x: Any, rows: Any, out: Any) -> None:
+def _pair(weight: Any, pair: Any, bias: Any, like: Any, x: Any, rows: Any, out: Any) -> None:
     """Two features of a linear layer, for all rows."""
     n, m = _two_streams(pair, weight.shape[0])
     for r in range(0, rows, 4):
         a0, a1, a2, a3, b0, b1, b2, b3 = _products(weight[n], weight[m], x[r], x[r + 1], x[r + 2], x[r + 3])
-        out[r, n], out[r, m] = rounded(a0 + bias[n], weight), rounded(b0 + bias[m], weight)
-        out[r + 1, n], out[r + 1, m] = rounded(a1 + bias[n], weight), rounded(b1 + bias[m], weight)
-        out[r + 2, n], out[r + 2, m] = rounded(a2 + bias[n], weight), rounded(b2 + bias[m], weight)
-        out[r + 3, n], out[r + 3, m] = rounded(a3 + bias[n], weight), rounded(b3 + bias[m], weight)
+        out[r, n], out[r, m] = rounded(a0 + bias[n], like), rounded(b0 + bias[m], like)
+        out[r + 1, n], out[r + 1, m] = rounded(a1 + bias[n], like), rounded(b1 + bias[m], like)
+        out[r + 2, n], out[r + 2, m] = rounded(a2 + bias[n], like), rounded(b2 + bias[m], like)
+        out[r + 3, n], out[r + 3, m] = rounded(a3 + bias[n], like), rounded(b3 + bias[m], like)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -189,9 +191,9 @@ def project(inputs: Any, rows: Any, linear: Any, out: Any) -> None:
         linear: `Linear`.
         out: float32 [rows up to a multiple of 4, features].
     """
-    weight, bias, values = linear.weight, linear.bias, inputs.values
+    weight, bias, like, values = linear.weight, linear.bias, linear.like, inputs.values
     for pair in prange((weight.shape[0] + 1) // 2):
-        _pair(weight, pair, bias, values, rows, out)
+        _pair(weight, pair, bias, like, values, rows, out)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
@@ -210,11 +212,11 @@ def project_heads(inputs: Any, rows: Any, linears: Any, heads: Any) -> None:
     pairs_q, pairs_k = (weight_q.shape[0] + 1) // 2, (weight_k.shape[0] + 1) // 2
     for pair in prange(pairs_q + pairs_k + (weight_v.shape[0] + 1) // 2):
         if pair < pairs_q:
-            _pair(weight_q, pair, bias_q, x, rows, queries)
+            _pair(weight_q, pair, bias_q, weight_q, x, rows, queries)
         elif pair < pairs_q + pairs_k:
-            _pair(weight_k, pair - pairs_q, bias_k, x, rows, keys)
+            _pair(weight_k, pair - pairs_q, bias_k, weight_k, x, rows, keys)
         else:
-            _pair(weight_v, pair - pairs_q - pairs_k, bias_v, x, rows, values)
+            _pair(weight_v, pair - pairs_q - pairs_k, bias_v, weight_v, x, rows, values)
 
 
 _BLOCK = 32

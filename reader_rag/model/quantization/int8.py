@@ -56,6 +56,23 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.round(rows * inverse[:, None]).to(torch.int8), greatest / GREATEST
 
 
+def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round rows to two limbs of 8 bits each, for layers whose inputs need more than 8.
+
+    Args:
+        rows: float32 [rows, width].
+
+    Returns:
+        int8 [rows, 2, width], high and low, and float32 [rows]; the rows are nearly `(256 * high + low) * scales`.
+    """
+    most = 257 * GREATEST
+    greatest = rows.abs().amax(-1)
+    inverse = torch.where(greatest > 0, most / greatest, 0.0)
+    values = torch.round(rows * inverse[:, None]).to(torch.int32)
+    high = (values + 128) >> 8
+    return torch.stack([high, values - 256 * high], 1).to(torch.int8), greatest / most
+
+
 def multiply(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Exact products of quantised rows, by PyTorch.
 

@@ -9,10 +9,11 @@ import numba
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from reader_rag.model.cpu.int8_products import PackedLinear, QuantisedRows, project
 from reader_rag.model.cpu.int8_products import quantise_rows as quantise_rows_in_place
-from reader_rag.model.cpu.int8_tile import FEATURES, INPUTS
+from reader_rag.model.cpu.int8_tile import FEATURES, INPUTS, OFFSET
 from reader_rag.model.cpu.threads import numba_threads
 from reader_rag.model.quantization.int8 import (
     Int8Weight,
@@ -21,10 +22,12 @@ from reader_rag.model.quantization.int8 import (
     packed_shape,
     quantise_rows,
     quantise_weight,
+    split_rows,
     unpack,
 )
 
 _numba: Any = numba.config
+_FEATURES_AT_ONCE = 8192
 
 
 class Int8Linear(nn.Module):
@@ -36,8 +39,10 @@ class Int8Linear(nn.Module):
     Args:
         weight: The quantised weight.
         bias: Floating point [features]; None: there is none.
+        limbs: How many limbs of 8 bits activations have: 1, or 2 for inputs with outliers.
 
     Attributes:
+        limbs: As given.
         in_features: Inputs.
         out_features: Features.
         weight: An empty float32 tensor. Some models ask the weight for the type of a layer's inputs.
@@ -51,8 +56,9 @@ class Int8Linear(nn.Module):
     scales: torch.Tensor
     bias: torch.Tensor
 
-    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None = None, limbs: int = 1) -> None:
         super().__init__()
+        self.limbs = limbs
         self.out_features, self.in_features = weight.values.shape
         self.register_buffer("weight", torch.empty(0), persistent=False)
         self.register_buffer("values", weight.values)
@@ -61,9 +67,9 @@ class Int8Linear(nn.Module):
         self._pack()
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Int8Linear:
-        """The quantised form of a linear layer."""
-        return cls(quantise_weight(linear.weight.detach()), linear.bias)
+    def of(cls, layer: nn.Linear, limbs: int = 1) -> Int8Linear:
+        """The quantised form of a linear layer, with activations of so many limbs."""
+        return cls(quantise_weight(layer.weight.detach()), layer.bias, limbs)
 
     @property
     def is_packed(self) -> bool:
@@ -90,16 +96,21 @@ class Int8Linear(nn.Module):
     def _project(self, rows: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(rows), self.out_features)
         if len(rows):
-            inputs = quantised_rows(len(rows), self.values.shape[1])
-            linear = PackedLinear(self.values.numpy(), self.scales.numpy(), self.bias.numpy())
+            inputs = quantised_rows(len(rows), self.values.shape[1], self.limbs)
+            packed = PackedLinear(self.values.numpy(), self.scales.numpy(), self.bias.numpy())
             with numba_threads():
                 quantise_rows_in_place(rows.contiguous().numpy(), len(rows), inputs)
-                project(inputs, len(rows), linear, out.numpy())
+                project(inputs, len(rows), packed, out.numpy())
         return out
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        values, scales = quantise_rows(rows)
-        products = multiply(values, self.values).float()
+        if self.limbs == 1:
+            values, scales = quantise_rows(rows)
+            products = multiply(values, self.values).float()
+        else:
+            values, scales = split_rows(rows)
+            both = multiply(values.flatten(0, 1), self.values).float().unflatten(0, (len(rows), 2))
+            products = both[:, 0] * 256 + both[:, 1]
         return products * scales[:, None] * self.scales[: self.out_features] + self.bias[: self.out_features]
 
     def _padded(self, values: torch.Tensor) -> torch.Tensor:
@@ -121,6 +132,37 @@ class Int8Linear(nn.Module):
         return self
 
 
+class Int8Embedding(nn.Module):
+    """An embedding of int8 rows that gives float32.
+
+    Args:
+        table: Holds the rows; the output head, where that is tied to the embedding.
+        factor: What rows are multiplied with.
+    """
+
+    def __init__(self, table: Int8Linear, factor: float = 1.0) -> None:
+        super().__init__()
+        self.table = table
+        self.factor = factor
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of the type and on the device of the embedding's outputs."""
+        return self.table.weight
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """float32 [..., width] of token ids [...]."""
+        table = self.table
+        values = table.values
+        if table.is_packed:
+            blocks, depth, _ = values.shape
+            rows = values.view(blocks, depth, FEATURES, INPUTS)[input // FEATURES, :, input % FEATURES]
+            values = (rows.flatten(-2)[..., : table.in_features] ^ OFFSET).view(torch.int8)
+        else:
+            values = values[input]
+        return values.float() * (table.scales[input] * self.factor)[..., None]
+
+
 class HalfEmbedding(nn.Embedding):
     """An embedding with 16-bit weights that gives float32."""
 
@@ -129,16 +171,25 @@ class HalfEmbedding(nn.Embedding):
         return super().forward(input).float()
 
 
-def quantised_rows(rows: int, depth: int) -> QuantisedRows:
+class HalfLinear(nn.Linear):
+    """A linear layer without bias, with 16-bit weights and outputs in float32: an output head that is not quantised."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """float32 [..., features] of floating point [..., inputs]."""
+        parts = self.weight.split(_FEATURES_AT_ONCE)  # a float32 copy of all would be twice the size of the weight
+        return torch.cat([linear(input.float(), part.float()) for part in parts], -1)
+
+
+def quantised_rows(rows: int, depth: int, limbs: int) -> QuantisedRows:
     """Room for the inputs of products.
 
     Args:
         rows: Rows.
         depth: Inputs / 4 of the packed weights.
+        limbs: Limbs of 8 bits of each input, 1 or 2.
     """
-    return QuantisedRows(
-        np.zeros((rows, depth * INPUTS), np.int8), np.empty(rows, np.float32), np.empty(rows, np.int32)
-    )
+    values, sums = np.zeros((limbs * rows, depth * INPUTS), np.int8), np.empty(limbs * rows, np.int32)
+    return QuantisedRows(values, np.empty(rows, np.float32), sums, limbs)
 
 
 def fuse(linears: Sequence[Int8Linear]) -> PackedLinear:
@@ -152,9 +203,9 @@ def fuse(linears: Sequence[Int8Linear]) -> PackedLinear:
     """
     fused = []
     for name in ("values", "scales", "bias"):
-        parts = [getattr(linear, name) for linear in linears]
+        parts = [getattr(layer, name) for layer in linears]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        for linear, part in zip(linears, whole.split([len(part) for part in parts]), strict=True):
-            setattr(linear, name, part)
+        for layer, part in zip(linears, whole.split([len(part) for part in parts]), strict=True):
+            setattr(layer, name, part)
         fused.append(whole.numpy())
     return PackedLinear(*fused)
