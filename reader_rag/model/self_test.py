@@ -9,6 +9,7 @@ import torch
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.model.interface import TargetModel, prefill
+from reader_rag.model.quantization.modules import is_int8
 
 _PROMPT = 11
 _TEXTS = 3
@@ -19,6 +20,9 @@ _CHAINS = (1, 2, 3, 4, 7, 8, 16, 40)
 work on blocks of 4 or 8 rows compute by two kernels."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 """Relative error of logits that rounding explains; a position or a mask that is wrong gives 0.5 and more."""
+_INT8_TOLERANCE = 0.4
+"""The same in int8, where a difference in the last bit may become a step of 1/127 of a row's greatest value: changing
+the embeddings of SmolLM2-135M by a millionth changes logits behind random tokens by 0.1, at some positions by 0.4."""
 
 
 def _tokens(target: TargetModel, count: int, text: int = 0) -> list[int]:
@@ -38,6 +42,8 @@ def verifies_trees(target: TargetModel) -> bool:
 
     Catches models that ignore position ids or a tree mask, whatever their class.
     """
+    if target.cpu is not None and is_int8(target.model) and not keeps_bits(target):
+        return False  # there they tell what the tolerance may hide
     # The second branch is the harder one to keep: its positions do not lie in a row.
     return any(_verifies(target, text, _forest, [[0, 1, 3, 5], [0, 2, 4, 6]]) for text in range(_TEXTS))
 
@@ -118,6 +124,8 @@ def _logits(target: TargetModel, tokens: list[int], first: int = _PROMPT) -> tor
 
 def _same(target: TargetModel, got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     error = (torch.cat(got) - torch.cat(expected)).norm() / torch.cat(expected).norm()
+    if is_int8(target.model):
+        return bool(error <= _INT8_TOLERANCE)
     quantised = getattr(target.model, "is_quantized", False)  # its products may be 8-bit, whatever its type
     return bool(error <= (0.1 if quantised else _TOLERANCE.get(target.model.dtype, 0.1)))
 

@@ -180,6 +180,11 @@ class HalfLinear(nn.Linear):
         return torch.cat([linear(input.float(), part.float()) for part in parts], -1)
 
 
+def is_int8(model: nn.Module) -> bool:
+    """Whether linear layers of a model are in int8."""
+    return any(isinstance(module, Int8Linear) for module in model.modules())
+
+
 def quantised_rows(rows: int, depth: int, limbs: int) -> QuantisedRows:
     """Room for the inputs of products.
 
