@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from reader_rag.model.cpu.forward import slow_products
+from reader_rag.model.compiled.forward import slow_products
 
 _ROW_BLOCK = 4
 """Rows that the CPU's matrix products compute together; see `FixedShape`."""

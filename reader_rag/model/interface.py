@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
-from reader_rag.model.cpu.forward import CpuForward
+from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
 
 LogitsCallback = Callable[[int, torch.Tensor], None]

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
-from reader_rag.model.cpu.forward import CpuForward
+from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
 from reader_rag.model.interface import LogitsCallback, Reuse, Step
 from reader_rag.model.target import context_window

@@ -22,7 +22,7 @@ from reader_rag.errors import UnsupportedModelError
 from reader_rag.kv_cache.batch_cache import BatchCache
 from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
-from reader_rag.model.cpu.forward import CpuForward, Rows, head_width
+from reader_rag.model.compiled.forward import CpuForward, Rows, head_width
 from reader_rag.model.fixed_shape import FixedShape
 from reader_rag.model.interface import LogitsCallback, Reuse, Step
 

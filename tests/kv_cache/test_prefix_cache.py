@@ -26,7 +26,7 @@ from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.kv_cache.tree_cache import States, TreeCache
 from reader_rag.model import fixed_shape
 from reader_rag.model import target as step
-from reader_rag.model.cpu import forward as cpu_forward
+from reader_rag.model.compiled import forward as cpu_forward
 from reader_rag.model.interface import Reuse
 from reader_rag.sampling.sampler import Verified
 

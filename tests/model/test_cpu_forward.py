@@ -17,9 +17,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from reader_rag.draft import DraftTree
-from reader_rag.model.cpu import forward as cpu_forward
+from reader_rag.model.compiled import forward as cpu_forward
+from reader_rag.model.compiled.forward import CpuForward, Rows
 from reader_rag.model.cpu import products, rounding
-from reader_rag.model.cpu.forward import CpuForward, Rows
 from reader_rag.model.interface import prefill
 from reader_rag.model.self_test import keeps_bits, verifies_trees
 from reader_rag.model.target import Target

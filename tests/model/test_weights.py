@@ -18,7 +18,7 @@ from reader_rag.config import DraftConfig, Exactness, Forward, SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import PromptError, UnsupportedModelError
-from reader_rag.model.cpu.forward import CpuForward
+from reader_rag.model.compiled.forward import CpuForward
 
 TOKENS = 48
 PROMPTS = [[3 + 7 * k % 11 for k in range(length)] for length in (10, 60)]

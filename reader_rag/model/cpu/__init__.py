@@ -1,1 +1,1 @@
-"""Forward passes in compiled loops on the CPU."""
+"""Kernels of a forward pass on the CPU."""

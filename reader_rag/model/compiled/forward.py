@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.tree_cache import TreeCache
+from reader_rag.model.compiled.weights import UnknownPartError, Weights, padded
 from reader_rag.model.cpu.attention import Caches, Paths, Rotation
 from reader_rag.model.cpu.layers import compute_layers, norm_and_project
 from reader_rag.model.cpu.simd import LANES
 from reader_rag.model.cpu.threads import numba_threads
-from reader_rag.model.cpu.weights import UnknownPartError, Weights, padded
 
 Array = NDArray[Any]
 
