@@ -14,6 +14,7 @@ import typer
 from reader_rag.config import EngineConfig, LoadConfig, SamplingParams, Settings, settings_of
 from reader_rag.config import Exactness as ExactnessName
 from reader_rag.config import Forward as ForwardName
+from reader_rag.config import Quantization as QuantizationName
 from reader_rag.errors import ConfigError
 
 PROMPTS_FORM = 'Prompts, a line each: {"id", "category", "turns": [text, ...]}.'
@@ -39,6 +40,14 @@ def setting_option(settings: type[Settings], name: str, more: str = "", *, text:
 
 Model = Annotated[str, typer.Option("--model", help="LLM: alias, local folder or hub id.")]
 Dtype = Annotated[str, setting_option(LoadConfig, "dtype", "auto: 16 bits on a GPU, else float32.")]
+Quantization = Annotated[
+    QuantizationName,
+    setting_option(
+        LoadConfig,
+        "quantization",
+        text="int8: linear layers in 8-bit integers, in a quarter of float32's memory, with rounding.",
+    ),
+]
 Device = Annotated[str, setting_option(LoadConfig, "device")]
 TrustRemoteCode = Annotated[
     bool,

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from reader_rag.engine.engine import Engine
+from reader_rag.model.fingerprint import dtype_name, quantization_name
 from reader_rag.util.cpu import cpu_name
 
 
@@ -74,10 +75,11 @@ def machine(engine: Engine) -> dict[str, Any]:
     device = engine.target.device
     return {
         "model": engine.name,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine.model),
         "exactness": engine.config.exactness,
         "drafting": engine.drafting,
-        "quantized": bool(getattr(engine.model, "is_quantized", False)),
+        "quantization": quantization_name(engine.model),
+        "quantized": bool(getattr(engine.model, "is_quantized", False)) or quantization_name(engine.model) != "none",
         "forward": "compiled" if engine.target.cpu is not None else "torch",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cores": os.cpu_count(),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from reader_rag.bench.options import Device, Dtype, Exactness, Json, MaxTokens, TrustRemoteCode
+from reader_rag.bench.options import Device, Dtype, Exactness, Json, MaxTokens, Quantization, TrustRemoteCode
 from reader_rag.cli.display.terminal import output
 from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions
 from reader_rag.cli.options import (
@@ -47,6 +47,7 @@ def ask(
     embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
     device: Device = LoadConfig.device,
     dtype: Dtype = LoadConfig.dtype,
+    quantization: Quantization = LoadConfig.quantization,
     exactness: Exactness = EngineConfig.exactness,
     datastore: DatastoreFolder = None,
     keep_answers: KeepAnswers = False,
@@ -60,7 +61,17 @@ def ask(
     """
     place = store_place(store, vector_store)
     models = ModelOptions(
-        model, embed_model, device, dtype, exactness, trust_remote_code, datastore, keep_answers, engine, engine_timeout
+        model,
+        embed_model,
+        device,
+        dtype,
+        quantization,
+        exactness,
+        trust_remote_code,
+        datastore,
+        keep_answers,
+        engine,
+        engine_timeout,
     )
     from reader_rag.cli.answering.answers import ask_store
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, TrustRemoteCode
+from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, Quantization, TrustRemoteCode
 from reader_rag.cli.display.show import show_citations, show_sources, show_stats, streamed
 from reader_rag.cli.display.terminal import clean, output, print_error
 from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions
@@ -61,6 +61,7 @@ def chat(
     embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
     device: Device = LoadConfig.device,
     dtype: Dtype = LoadConfig.dtype,
+    quantization: Quantization = LoadConfig.quantization,
     exactness: Exactness = EngineConfig.exactness,
     datastore: DatastoreFolder = None,
     keep_answers: KeepAnswers = False,
@@ -79,6 +80,7 @@ def chat(
         embed_model,
         device,
         dtype,
+        quantization,
         exactness,
         trust_remote_code,
         datastore,

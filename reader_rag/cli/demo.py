@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, Model, TrustRemoteCode
+from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, Model, Quantization, TrustRemoteCode
 from reader_rag.cli.display.show import show_ingest
 from reader_rag.cli.display.terminal import clean, ingest_progress, output, status
 from reader_rag.cli.loading import ModelOptions
@@ -46,18 +45,20 @@ def demo(
     model: Model = DEFAULT_MODEL,
     embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
     device: Device = LoadConfig.device,
-    dtype: Dtype = "float32",
+    dtype: Dtype = LoadConfig.dtype,
+    quantization: Quantization = LoadConfig.quantization,
     exactness: Exactness = EngineConfig.exactness,
     trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
 ) -> None:
     """Show an answer with and without drafts.
 
     Installs missing models, ingests Python's language reference, answers a question about it, and compares with plain
-    decoding. Exit status: 1 if the tokens differ although they must not (in float32, or with --exactness strict).
+    decoding. The model is in float32 unless --dtype or --quantization is given. Exit status: 1 if the tokens differ
+    although they must not (in float32, or with --exactness strict).
     """
     passed = run_demo(
         output(),
-        ModelOptions(model, embed_model, device, dtype, exactness, trust_remote_code),
+        ModelOptions(model, embed_model, device, dtype, quantization, exactness, trust_remote_code),
         workdir=workdir,
         store_dir=store,
         question=question,
@@ -117,7 +118,7 @@ def run_demo(
 
     Args:
         console: Shows everything.
-        models: The models; "auto" as `dtype` means float32.
+        models: The models; "auto" as `dtype` means float32 unless the LLM is quantised.
         workdir: Folder for documents and store; None: `default_workdir()`.
         store_dir: Folder of the store; None: in `workdir`.
         question: The question.
@@ -135,8 +136,7 @@ def run_demo(
 
     workdir = workdir or default_workdir()
     store_dir = store_dir or workdir / _STORE
-    if models.dtype == "auto":
-        models = replace(models, dtype="float32")
+    models = models.exact()
     _get_models(models)
 
     folder = workdir / _TOPICS
@@ -164,7 +164,7 @@ def run_demo(
     )
     named = f" --tenant {shlex.quote(tenant)}" if tenant else ""
     _say(console, f'\nAsk your own: reader-rag ask "..." --store {store_dir}{named}')
-    exact = models.dtype == "float32" or models.exactness == "strict"
+    exact = (models.dtype == "float32" and models.quantization == "none") or models.exactness == "strict"
     return result.comparison is None or result.comparison.identical or not exact
 
 

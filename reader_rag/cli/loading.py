@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from reader_rag.cli.display.terminal import status
-from reader_rag.config import DatastoreConfig, EngineConfig, LoadConfig, ProfileMode
+from reader_rag.config import DatastoreConfig, EngineConfig, LoadConfig, ProfileMode, Quantization
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 
@@ -34,6 +34,7 @@ class ModelOptions:
         embed_model: The embedding model: an alias, a hub id or a local folder.
         device: "auto" or a PyTorch device.
         dtype: Type of the LLM's weights: "auto", "float32", "bfloat16" or "float16".
+        quantization: "none" or "int8".
         exactness: "fast" or "strict".
         trust_remote_code: Whether code that comes with the models may run.
         datastore: Folder of texts and earlier answers to draft from, or None.
@@ -51,6 +52,7 @@ class ModelOptions:
     embed_model: str = DEFAULT_EMBED_MODEL
     device: str = LoadConfig.device
     dtype: str = LoadConfig.dtype
+    quantization: Quantization = LoadConfig.quantization
     exactness: str = EngineConfig.exactness
     trust_remote_code: bool = LoadConfig.trust_remote_code
     datastore: Path | None = None
@@ -68,6 +70,7 @@ class ModelOptions:
             "--datastore": self.datastore is not None,
             "--keep-answers": self.keeps_answers,
             "--dtype": self.dtype != "auto",
+            "--quantization": self.quantization != "none",
             "--exactness": self.exactness != "fast",
         }
         given = [name for name, is_given in of_a_local_llm.items() if is_given]
@@ -78,6 +81,10 @@ class ModelOptions:
     def named_model(self) -> str | None:
         """The LLM's name, as far as it is known before it is loaded; None: the only one of the server."""
         return self.model or (DEFAULT_MODEL if self.engine is None else None)
+
+    def exact(self) -> Self:
+        """For comparisons: float32 in place of the `dtype` "auto", unless the model is quantised."""
+        return replace(self, dtype="float32") if (self.dtype, self.quantization) == ("auto", "none") else self
 
     def load_embedding(self) -> LocalEmbedding:
         """The embedding model.
@@ -134,6 +141,7 @@ class ModelOptions:
                 model,
                 device=self.device,
                 dtype=self.dtype,
+                quantization=self.quantization,
                 exactness=self.exactness,
                 max_tokens=max_tokens,
                 trust_remote_code=self.trust_remote_code,

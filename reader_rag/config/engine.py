@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from reader_rag.config.batch import BatchConfig
 from reader_rag.config.datastore import DatastoreConfig
 from reader_rag.config.draft import DraftConfig
-from reader_rag.config.setting import Settings, setting
+from reader_rag.config.setting import Settings, setting, settings_of
+from reader_rag.errors import ConfigError
 
 Exactness = Literal["fast", "strict"]
 Forward = Literal["auto", "torch"]
 ProfileMode = Literal["auto", "off"]
+Quantization = Literal["none", "int8"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,12 @@ class LoadConfig(Settings):
     """How a model is loaded."""
 
     dtype: str = setting("auto", 'Type of the weights: "auto", "float32", "bfloat16" or "float16".')
+    quantization: Quantization = setting(
+        "none",
+        '"int8": linear layers have 8-bit integer weights and multiply 8-bit integer activations, which takes about a '
+        'quarter of the memory of float32, and rounds; dtype is that of the rest, where "auto" is 16 bits. "none": the '
+        "model as it is.",
+    )
     device: str = setting("auto", 'Where the model is computed: "auto", "cpu", "cuda" or "cuda:N".')
     trust_remote_code: bool = setting(False, "Whether code that comes with the model may run.")
 
@@ -65,3 +74,10 @@ class EngineConfig(Settings):
         None, "Folder of texts and earlier answers that drafts are searched in; None: there is none."
     )
     recall: DatastoreConfig = setting(DatastoreConfig(), "Limits of the datastore search, and which answers are kept.")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], base: Self | None = None) -> Self:
+        """As `Settings.of`; settings of loading are refused with a line of their own."""
+        for name in settings_of(LoadConfig).keys() & values.keys():
+            raise ConfigError(f"{name} is decided when a model is loaded: give it to Engine.load (or to load_model)")
+        return super().of(values, base)

@@ -164,9 +164,7 @@ class Engine:
         given = {name: value for name, value in settings.items() if value is not None}
         load = LoadConfig.of({name: value for name, value in given.items() if name in load_names})
         config = EngineConfig.of({name: value for name, value in given.items() if name in engine_names}, config)
-        loaded, tokenizer = load_model(
-            model, dtype=load.dtype, device=load.device, trust_remote_code=load.trust_remote_code
-        )
+        loaded, tokenizer = load_model(model, **vars(load))
         return cls(loaded, tokenizer, config, name=model, draft_sources=draft_sources)
 
     @property

@@ -83,10 +83,13 @@ def settings_of_engine(engine: Engine, settings: Mapping[str, Any]) -> dict[str,
     clash = sorted({"model", *ENGINE_SETTINGS} & settings.keys())
     if clash:
         raise ConfigError(f"{', '.join(clash)}: set when the engine was loaded; leave them out, or pass no engine")
+    from reader_rag.model.fingerprint import dtype_name, quantization_name  # loads torch
+
     loaded = {name: getattr(engine.config, name) for name in _WITHOUT_DRAFT}
     loaded |= {
         "model": engine.name,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine.model),
+        "quantization": quantization_name(engine.model),
         "device": str(engine.model.device),
         "prefix_bytes": engine.prefix_bytes,
     }

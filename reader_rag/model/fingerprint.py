@@ -98,15 +98,33 @@ def quantization_scheme(model: PreTrainedModel) -> QuantizationScheme | None:
     return None if record is None else record.scheme
 
 
-def record_weights(model: PreTrainedModel, folder: Path, scheme: QuantizationScheme | None = None) -> None:
+def quantization_name(model: PreTrainedModel) -> str:
+    """The value of the setting `quantization` that a model has."""
+    scheme = quantization_scheme(model)
+    return "none" if scheme is None else scheme.name
+
+
+def dtype_name(model: PreTrainedModel) -> str:
+    """The type of a model's weights, or of those that are not quantised, e.g. "bfloat16"."""
+    record = weights_record(model)
+    return _dtype_name(model.dtype) if record is None or record.scheme is None else record.dtype
+
+
+def record_weights(
+    model: PreTrainedModel,
+    folder: Path,
+    scheme: QuantizationScheme | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Note on a model what it was loaded from.
 
     Args:
         model: The loaded model.
         folder: Folder of its configuration and weights.
         scheme: How it is quantised; None: it is not.
+        dtype: Type of what is not quantised; None: the model's.
     """
-    record = WeightsRecord(folder_content(folder), revision_of(folder), _dtype_name(model.dtype), scheme)
+    record = WeightsRecord(folder_content(folder), revision_of(folder), _dtype_name(dtype or model.dtype), scheme)
     model.weights_record = record  # type: ignore[assignment]  # a module takes any attribute
 
 

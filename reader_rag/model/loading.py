@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reader_rag.config import Quantization
 from reader_rag.errors import ConfigError, ModelError, ReaderError
 from reader_rag.model.registry import load_error, model_not_found, resolve_model
 from reader_rag.model.weights_cache import Progress
@@ -22,6 +23,7 @@ def load_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    quantization: Quantization = "none",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -33,6 +35,7 @@ def load_model(
         name: An alias, a local folder, or a hub id (downloaded at need by `transformers`).
         dtype: "float32", "bfloat16", "float16", or "auto": see `resolve_dtype`.
         device: "cpu", "cuda", "cuda:1", ..., or "auto": CUDA where there is one, else the CPU.
+        quantization: "int8" makes the linear layers int8 (see docs/int8.md); `dtype` is then that of the rest.
         trust_remote_code: Run model code that comes with the weights. Only for sources you trust.
         progress: Called with a line before each long step.
 
@@ -40,19 +43,25 @@ def load_model(
         The model in evaluation mode on `device`, and its tokenizer.
 
     Raises:
-        ConfigError: `dtype` or `device` is unknown or not on this machine.
+        ConfigError: `dtype` or `device` is unknown or not on this machine, or no layer of the model can be quantised.
         ModelNotFoundError: There is no such model, or it cannot be reached.
         UnsupportedModelError: It is not a causal language model.
         ModelError: Its files are incomplete or damaged, or it does not fit in memory.
     """
     target_device = resolve_device(device)
-    target_dtype = resolve_dtype(dtype, target_device)
+    target_dtype = resolve_dtype(dtype, target_device, quantization)
     source = resolve_model(name, progress)
     if progress:
         progress(f"loading {name}")
     try:
         with quiet_loading():
-            return _load(source, target_dtype, target_device, trust_remote_code)
+            tokenizer = _tokenizer(source, trust_remote_code)
+            if quantization == "int8":
+                from reader_rag.model.quantization.loader import load_int8
+
+                options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
+                return load_int8(source, target_dtype, target_device, **options), tokenizer
+            return _load(source, target_dtype, target_device, trust_remote_code), tokenizer
     except ReaderError:
         raise
     except Exception as error:  # transformers, its hub client and torch have no common error
@@ -106,15 +115,17 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(dtype: str, device: torch.device, quantization: Quantization = "none") -> torch.dtype:
     """The PyTorch type that `dtype` names.
 
     "auto" is bfloat16 on CUDA (float16 where the card has no bfloat16) and float32 elsewhere: a CPU without matrix
-    units is slower in 16 bits, and in float32 drafted and plain decoding give the same tokens.
+    units is slower in 16 bits, and in float32 drafted and plain decoding give the same tokens. What a quantised model
+    does not quantise is in 16 bits on the CPU too.
 
     Args:
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: Where the model will run.
+        quantization: How its linear layers are quantised.
 
     Raises:
         ConfigError: Another name was given.
@@ -123,7 +134,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
     if dtype == "auto":
         if device.type != "cuda":
-            return torch.float32
+            return torch.float32 if quantization == "none" else torch.bfloat16
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if dtype not in _DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}: use auto, {', '.join(_DTYPES)}")
@@ -131,30 +142,19 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return resolved
 
 
-def _load(
-    source: Path | str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM
+def _load(source: Path | str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    from transformers import AutoConfig
 
     from reader_rag.model.fingerprint import record_weights
+    from reader_rag.model.quantization.checkpoints import check_loadable, open_float
 
-    tokenizer = _tokenizer(source, trust_remote_code)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-    )
-    model: PreTrainedModel = loaded[0]
-    loading: dict[str, Any] = loaded[1]
-    missing = sorted(loading["missing_keys"])
-    if missing:  # transformers would go on with random numbers in their place
-        raise ModelError(
-            f"{source} lacks {len(missing)} of the model's weights ({missing[0]}, ...): it is incomplete, or not a "
-            "language model"
-        )
+    check_loadable(source, AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
+    model = open_float(source, dtype, trust_remote_code=trust_remote_code)
     model.to(device).eval()  # type: ignore[arg-type]
     folder = source if isinstance(source, Path) else _snapshot(source, model.config)
     if folder is not None:
         record_weights(model, folder)
-    return model, tokenizer
+    return model
 
 
 def _snapshot(hub_id: str, config: Any) -> Path | None:

@@ -88,7 +88,7 @@ def install_folder(
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target, progress):
+        with locked(target, progress):
             if not is_model_folder(target):  # another process may have made it while this one waited
                 _remove_leftovers(target)
                 _require_space(target.parent, disk_bytes)
@@ -106,7 +106,16 @@ def install_folder(
 
 
 @contextmanager
-def _locked(target: Path, progress: Progress | None) -> Iterator[None]:
+def locked(target: Path, progress: Progress | None = None) -> Iterator[None]:
+    """Hold the lock of a folder that is being made; other processes wait.
+
+    Args:
+        target: The folder; the lock is a file beside it.
+        progress: Called with a line before this process waits for another.
+
+    Raises:
+        OSError: The lock file cannot be made.
+    """
     lock = FileLock(target.parent / f".{target.name}.lock")
     try:
         lock.acquire(timeout=0)

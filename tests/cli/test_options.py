@@ -37,11 +37,11 @@ OWN_HELP = {
     "exactness": "the schema's takes five lines",
     "forward": "the schema's takes four lines",
     "profile": "the schema's takes four lines",
+    "quantization": "the schema's takes four lines",
     "trust_remote_code": "a flag: a request, not a question",
     "keep_answers": "a flag: a request, not a question",
 }
 OWN_DEFAULT = {
-    ("demo", "dtype"): "both methods must give the same tokens",
     ("verify", "max_tokens"): "many prompts",
     ("bench generate", "max_nodes"): "None: the schema's",
     ("bench generate", "seed"): "runs must be repeatable",

@@ -165,7 +165,7 @@ def test_everything_that_decides_what_is_computed_is_in_the_fingerprint() -> Non
         ("content", "", "bfloat16", None),
         ("content", "", "float32", QuantizationScheme()),
         ("content", "", "float32", QuantizationScheme(bits=4)),
-        ("content", "", "float32", QuantizationScheme(head="int8")),
+        ("content", "", "float32", QuantizationScheme(head="half")),
         ("content", "", "float32", QuantizationScheme(folding="a")),
         ("content", "", "float32", QuantizationScheme(version=2)),
     ]

@@ -8,7 +8,7 @@ import typer
 
 from reader_rag.bench import options
 from reader_rag.bench.output import print_report, print_table, progress
-from reader_rag.config import SamplingParams
+from reader_rag.config import LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -19,6 +19,7 @@ def load(
     categories: options.Categories = "",
     limit: options.Limit = None,
     dtype: options.Dtype = "float32",
+    quantization: options.Quantization = LoadConfig.quantization,
     device: options.Device = "auto",
     max_tokens: options.MaxTokens = 64,
     requests: Annotated[int, typer.Option(min=1, help="Requests of a round; the prompts are used in turn.")] = 200,
@@ -39,7 +40,7 @@ def load(
     from reader_rag.bench.load.concurrent import LoadPlan, run_load
     from reader_rag.engine.engine import Engine
 
-    engine = Engine.load(model, dtype=dtype, device=device, profile="off")
+    engine = Engine.load(model, dtype=dtype, quantization=quantization, device=device, profile="off")
     texts = [prompt.text for prompt in read_prompts(prompts, options.names(categories), limit)]
     encoded = [engine.encode_chat([{"role": "user", "content": text}]) for text in texts]
     plan = LoadPlan(requests, at_once, cancelled, bad, rounds)

@@ -12,6 +12,7 @@ import typer
 
 from reader_rag.bench import options
 from reader_rag.bench.output import print_report, print_table, progress
+from reader_rag.config import LoadConfig
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -187,6 +188,7 @@ def record(
     ] = False,
     seed: Annotated[int, typer.Option(help="Decides which texts of this machine the prompts are made from.")] = 0,
     dtype: options.Dtype = "float32",
+    quantization: options.Quantization = LoadConfig.quantization,
     device: options.Device = "auto",
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 200,
 ) -> None:
@@ -203,7 +205,7 @@ def record(
     chosen = prompts_or_local(prompts, options.names(categories), limit, limit, seed)
     if other_words:
         chosen = reworded(chosen)
-    engine = Engine.load(model, dtype=dtype, device=device, prefix_bytes=0, profile="off")
+    engine = Engine.load(model, dtype=dtype, quantization=quantization, device=device, prefix_bytes=0, profile="off")
     best = out.with_suffix(".npz")
     count = run(engine, chosen, max_tokens, out, best, Console(stderr=True))
     typer.echo(f"{count} answers in {out}, best next tokens in {best}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -193,7 +193,7 @@ def ask_store(
     Args:
         question: The question.
         place: The store's folder or URL.
-        models: The models; with `compare`, the `dtype` "auto" means float32.
+        models: The models; with `compare`, those of `ModelOptions.exact`.
         top_k: Most passages to retrieve.
         cutoff: Least cosine similarity of a passage, -1 to 1; None: no limit.
         max_tokens: Most tokens of the answer.
@@ -209,8 +209,8 @@ def ask_store(
         raise PromptError("the question is empty; write a question")
     if compare and models.engine is not None:
         raise ConfigError("--compare needs a model on this machine, not a server: leave out --engine")
-    if compare and models.dtype == "auto":
-        models = replace(models, dtype="float32")
+    if compare:
+        models = models.exact()
     embed_model = embed_model or models.load_embedding()
     with open_store(place, embed_model, tenant) as store:
         nodes = make_retriever(store, embed_model, top_k, cutoff).retrieve(question)

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from reader_rag.config import SamplingParams
 from reader_rag.engine.outputs import Generation, Passage, Prompt, first_difference
+from reader_rag.model.fingerprint import dtype_name, quantization_name
 
 if TYPE_CHECKING:
     from reader_rag.engine.engine import Engine
@@ -63,7 +64,7 @@ class Comparison:
         plain: Plain decoding.
         reader: Decoding with drafts.
         rounds: How often each method was run.
-        dtype: The model's type, e.g. "float32".
+        dtype: The model's type, e.g. "float32"; of a quantised one "int8".
         difference: None if the answers are the same, token for token.
     """
 
@@ -124,11 +125,12 @@ def compare(
             runs[name].append(run(methods[name]))
         if time.perf_counter() - started > _ENOUGH_SECONDS:
             break
+    quantization = quantization_name(engine.model)
     return Comparison(
         plain=_method(runs["plain"]),
         reader=_method(runs["reader"]),
         rounds=len(runs["plain"]),
-        dtype=str(engine.model.dtype).removeprefix("torch."),
+        dtype=dtype_name(engine.model) if quantization == "none" else quantization,
         difference=_difference(engine, run, methods["plain"], runs),
     )
 

@@ -150,7 +150,8 @@ def _explain(difference: Difference, dtype: str) -> str:
     if dtype == "float32":
         why = "In float32 this should not happen: please report it."
     else:
-        why = f"Passes over several tokens round differently in {dtype}: use --dtype float32 or --exactness strict."
+        instead = "leave out --quantization" if dtype == "int8" else "use --dtype float32"
+        why = f"Passes over several tokens round differently in {dtype}: {instead} or use --exactness strict."
     return (
         f"First difference at token {difference.position + 1}: plain {difference.plain!r}, reader "
         f"{difference.reader!r}. The two best logits of plain decoding were {difference.margin:.4f} apart there. {why}"

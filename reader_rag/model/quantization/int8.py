@@ -17,6 +17,8 @@ GREATEST = 127
 """Magnitude of the largest quantised value; -128 is not used."""
 _GPU_ROWS, _GPU_MULTIPLE = 32, 8
 """On CUDA, `torch._int_mm` takes more than 16 rows, and inputs and features in multiples of 8."""
+_NUMBERS_AT_ONCE = 1 << 22
+"""Of a weight that is quantised, in float32."""
 
 
 class Int8Weight(NamedTuple):
@@ -32,12 +34,17 @@ class Int8Weight(NamedTuple):
 
 
 def quantise_weight(weight: torch.Tensor) -> Int8Weight:
-    """Round a weight to int8, with one scale for each output channel.
+    """Round a weight to int8, with one scale for each output channel; a few rows at once, to bound the memory.
 
     Args:
         weight: Floating point [features, inputs].
     """
-    values, scales = quantise_rows(weight.float())
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    rows = max(_NUMBERS_AT_ONCE // weight.shape[1], 1)
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        values[part], scales[part] = quantise_rows(weight[part].float())
     return Int8Weight(values, scales)
 
 

@@ -172,12 +172,13 @@ class HalfEmbedding(nn.Embedding):
 
 
 class HalfLinear(nn.Linear):
-    """A linear layer without bias, with 16-bit weights and outputs in float32: an output head that is not quantised."""
+    """A linear layer with 16-bit weights and outputs in float32: one that is not quantised."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """float32 [..., features] of floating point [..., inputs]."""
         parts = self.weight.split(_FEATURES_AT_ONCE)  # a float32 copy of all would be twice the size of the weight
-        return torch.cat([linear(input.float(), part.float()) for part in parts], -1)
+        out = torch.cat([linear(input.float(), part.float()) for part in parts], -1)
+        return out if self.bias is None else out + self.bias
 
 
 def is_int8(model: nn.Module) -> bool:

@@ -16,14 +16,15 @@ class QuantizationScheme:
     Attributes:
         name: The value of the setting `quantization`, "int8".
         bits: Of a weight of a linear layer.
-        head: How the output head is stored, e.g. "half": in 16 bits.
+        head: How the output head is stored: "int8", and a tied embedding is looked up in the same values; "half": in 16
+            bits.
         folding: The scales of activations that were folded into the weights; "": none.
         version: `FORMAT_VERSION` of the code that quantised.
     """
 
     name: str = "int8"
     bits: int = 8
-    head: str = "half"
+    head: str = "int8"
     folding: str = ""
     version: int = FORMAT_VERSION
 
