@@ -7,7 +7,7 @@ bits; norms, biases and everything else are float32, as are the activations betw
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -123,8 +123,9 @@ def tensors_of(model: PreTrainedModel, layout: Layout, prefix: str = "") -> Iter
         elif form in ("half", "lookup"):
             yield f"{name}.weight", _weight(module).to(layout.half)
         if form in ("int8", "half", "tied"):
-            if getattr(module, "bias", None) is not None:
-                yield f"{name}.bias", module.bias.detach().float()  # type: ignore[operator, union-attr]
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                yield f"{name}.bias", bias.detach().float()
         elif form in ("island", "own lookup"):
             for own, parameter in module.named_parameters(recurse=False):
                 yield _joined(name, own), parameter.detach().to(layout.half)
@@ -168,7 +169,7 @@ def assemble(skeleton: PreTrainedModel, layout: Layout, tensors: Tensors) -> Non
             made[name] = HalfLinear(_parameter(tensors(f"{name}.weight")), bias)
         elif form == "tied":
             of_embedding = next(part for part in (*made.values(), embedding) if isinstance(part, nn.Embedding))
-            made[name] = HalfLinear(of_embedding.weight, bias)
+            made[name] = HalfLinear(cast(nn.Parameter, of_embedding.weight), bias)
         elif form == "lookup":
             made[name] = _lookup(module, tensors(f"{name}.weight"))
         else:
@@ -208,7 +209,7 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def _lookup(embedding: nn.Embedding, weight: torch.Tensor) -> HalfEmbedding:
-    made = HalfEmbedding(*weight.shape, padding_idx=embedding.padding_idx, device="meta")
+    made = HalfEmbedding(len(weight), weight.shape[1], padding_idx=embedding.padding_idx, device="meta")
     made.weight = _parameter(weight)
     return made
 
