@@ -78,7 +78,9 @@ def load_int8(
         layout, entry = _opened(folder, skeleton, dtype)
     _require_int8(source, skeleton, layout)
     assemble(skeleton, layout, lambda name: entry.tensors.pop(name).to(device))
-    skeleton.to(device).eval()  # type: ignore[arg-type]
+    _move_buffers(skeleton, device)
+    skeleton.eval()
+    skeleton.cache_dtype = dtype  # type: ignore[assignment]  # of keys and values in the compiled loops
     _add_generation_config(skeleton, folder)
     record_weights(skeleton, folder, scheme, dtype)
     return skeleton
@@ -129,6 +131,14 @@ def _require_int8(source: Path | str, skeleton: PreTrainedModel, layout: Layout)
             ReaderWarning,
             stacklevel=2,
         )
+
+
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Move what the model computed itself; stored tensors are on the device, and packed layers need not move."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
 
 
 def _add_generation_config(model: PreTrainedModel, folder: Path) -> None:

@@ -24,6 +24,8 @@ Form = Literal["int8", "half", "tied", "lookup", "own lookup", "int8 lookup", "i
 embedding's own 16-bit weight; "lookup": an embedding of 16 bits; "own lookup": one with a forward of its own; "int8
 lookup": an embedding of the head's int8 weight; "island": a part that computes in 16 bits, whose inputs and outputs are
 converted."""
+_HEAD_LIMBS = 2
+"""Limbs of the activations that an int8 head multiplies."""
 _READ_DIRECTLY = ("dt_proj",)
 """Linear layers whose weight the model uses without calling them (Mamba's step sizes)."""
 
@@ -152,24 +154,20 @@ def assemble(skeleton: PreTrainedModel, layout: Layout, tensors: Tensors) -> Non
     embedding = skeleton.get_input_embeddings()
     head_name = next((name for name, module in modules.items() if module is skeleton.get_output_embeddings()), "")
     made: dict[str, nn.Module] = {}
-    shared: Int8Weight | None = None  # by head and lookup
-    if "int8 lookup" in layout.forms.values():
-        shared = Int8Weight(tensors(f"{head_name}.values"), tensors(f"{head_name}.scales"))
-    ordered = sorted(layout.forms.items(), key=lambda item: item[1] == "tied")  # behind the embedding
+    ordered = sorted(layout.forms.items(), key=lambda item: item[1] in ("tied", "int8 lookup"))  # behind what they use
     for name, form in ordered:
         module: Any = modules[name]
         bias = tensors(f"{name}.bias") if form in ("int8", "half", "tied") and module.bias is not None else None
-        if form == "int8 lookup" and shared is not None:
-            made[name] = Int8Embedding(shared)
-        elif form == "int8":
-            of_head = shared if name == head_name else None
-            weight = of_head or Int8Weight(tensors(f"{name}.values"), tensors(f"{name}.scales"))
-            made[name] = Int8Linear(weight, bias)
+        if form == "int8":
+            weight = Int8Weight(tensors(f"{name}.values"), tensors(f"{name}.scales"))
+            made[name] = Int8Linear(weight, bias, _HEAD_LIMBS if name == head_name else 1)
         elif form == "half":
-            made[name] = HalfLinear(_parameter(tensors(f"{name}.weight")), bias)
+            made[name] = _half(_parameter(tensors(f"{name}.weight")), bias)
         elif form == "tied":
             of_embedding = next(part for part in (*made.values(), embedding) if isinstance(part, nn.Embedding))
-            made[name] = HalfLinear(cast(nn.Parameter, of_embedding.weight), bias)
+            made[name] = _half(of_embedding.weight, bias)
+        elif form == "int8 lookup":
+            made[name] = Int8Embedding(cast(Int8Linear, made[head_name]))
         elif form == "lookup":
             made[name] = _lookup(module, tensors(f"{name}.weight"))
         else:
@@ -206,6 +204,14 @@ def _joined(name: str, own: str) -> str:
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def _half(weight: Any, bias: torch.Tensor | None) -> HalfLinear:
+    made = HalfLinear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
+    made.weight = weight
+    if bias is not None:
+        made.bias = _parameter(bias)
+    return made
 
 
 def _lookup(embedding: nn.Embedding, weight: torch.Tensor) -> HalfEmbedding:

@@ -80,6 +80,7 @@ def test_a_tied_embedding_is_one_int8_matrix(tmp_path: Path) -> None:
     lookup, head = model.model.embed_tokens, model.lm_head
     assert (type(lookup), type(head)) == (Int8Embedding, Int8Linear)
     assert torch.equal(head.quantised.values, weight.values)
+    assert lookup.table is head
     assert torch.equal(lookup(torch.tensor([[5, 0]]))[0, 0], weight.values[5].float() * weight.scales[5])
 
 
