@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from reader_rag.model.quantization.scheme import QuantizationScheme
 from reader_rag.model.weights_cache import cache_folder
 from reader_rag.util.files import atomic_path
 
@@ -35,6 +34,32 @@ _SAMPLED = 256
 """Numbers of each tensor that are read where there are no files; of a smaller tensor all are."""
 _OF_A_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 """Fields of a configuration that do not change what the model computes, or are in the fingerprint by themselves."""
+FORMAT_VERSION = 1
+"""Raise it when quantised weights are computed or stored otherwise than before."""
+
+
+@dataclass(frozen=True)
+class QuantizationScheme:
+    """How a model is quantised. Models of different schemes share neither files nor measurements.
+
+    Attributes:
+        name: The value of the setting `quantization`, "int8".
+        bits: Of a weight of a linear layer.
+        head: How the output head is stored: "int8", and a tied embedding is looked up in the same values; "half": in 16
+            bits.
+        folding: The scales of activations that were folded into the weights; "": none.
+        version: `FORMAT_VERSION` of the code that quantised.
+    """
+
+    name: str = "int8"
+    bits: int = 8
+    head: str = "int8"
+    folding: str = ""
+    version: int = FORMAT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes, as JSON takes them."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)

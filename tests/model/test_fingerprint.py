@@ -14,13 +14,13 @@ from tiny_models import make_model
 
 from reader_rag.model import fingerprint
 from reader_rag.model.fingerprint import (
+    QuantizationScheme,
     folder_content,
     model_fingerprint,
     record_weights,
     revision_of,
     weights_fingerprint,
 )
-from reader_rag.model.quantization.scheme import QuantizationScheme
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from reader_rag.errors import ReaderError
-from reader_rag.model.quantization.scheme import FORMAT_VERSION
+from reader_rag.model.fingerprint import FORMAT_VERSION
 from reader_rag.model.weights_cache import Progress, cache_folder, is_disk_full, locked
 from reader_rag.util.files import atomic_path, partial_paths
 from reader_rag.util.one_line import first_line

@@ -15,7 +15,13 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from reader_rag.errors import ConfigError, ReaderWarning
-from reader_rag.model.fingerprint import folder_content, record_weights, revision_of, weights_fingerprint
+from reader_rag.model.fingerprint import (
+    QuantizationScheme,
+    folder_content,
+    record_weights,
+    revision_of,
+    weights_fingerprint,
+)
 from reader_rag.model.quantization.cache import About, Entry, Work, read_or_make
 from reader_rag.model.quantization.checkpoints import (
     W8A8Checkpoint,
@@ -26,7 +32,6 @@ from reader_rag.model.quantization.checkpoints import (
 )
 from reader_rag.model.quantization.parts import Layout, assemble, is_linear, is_tied, layout_of, quantised_share
 from reader_rag.model.quantization.parts import tensors_of as tensors_of_parts
-from reader_rag.model.quantization.scheme import QuantizationScheme
 from reader_rag.model.registry import get_model
 from reader_rag.model.weights_cache import Progress
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from reader_rag.errors import ModelError
+from reader_rag.model.fingerprint import QuantizationScheme
 from reader_rag.model.quantization.int8 import Int8Weight, quantise_weight
 from reader_rag.model.quantization.modules import HalfEmbedding, HalfLinear, Int8Embedding, Int8Linear
-from reader_rag.model.quantization.scheme import QuantizationScheme
 
 Form = Literal["int8", "half", "tied", "lookup", "own lookup", "int8 lookup", "island"]
 """How a module is stored: "int8": a linear layer of int8; "half": one of 16 bits; "tied": an output head of the
