@@ -75,6 +75,7 @@ TopK = Annotated[int, setting_option(SamplingParams, "top_k")]
 TopP = Annotated[float, setting_option(SamplingParams, "top_p")]
 MinP = Annotated[float, setting_option(SamplingParams, "min_p")]
 RepetitionPenalty = Annotated[float, setting_option(SamplingParams, "repetition_penalty")]
+IgnoreEos = Annotated[bool, setting_option(SamplingParams, "ignore_eos")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the random numbers.")]
 
 # What is run, and what is printed

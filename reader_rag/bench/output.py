@@ -34,7 +34,12 @@ def print_report(report: Mapping[str, Any], as_json: bool, show: Callable[[Any],
 
 
 def print_table(
-    title: str | None, headings: Sequence[str], rows: Iterable[Sequence[Any]], *, to_error: bool = False
+    title: str | None,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    to_error: bool = False,
+    compact: bool = False,
 ) -> None:
     """Print a table.
 
@@ -43,11 +48,16 @@ def print_table(
         headings: One for each column; columns after the first are aligned right.
         rows: A cell for each column: text, a number, or None for what was not measured.
         to_error: Print to standard error.
+        compact: Two spaces between columns in place of lines.
     """
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title)
+    if compact:
+        table.title_justify, table.box = "left", box.SIMPLE_HEAD
+        table.show_edge, table.pad_edge, table.collapse_padding = False, False, True
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left")
     for row in rows:

@@ -47,9 +47,27 @@ def speed_ratios(ours: Sequence[TimedRun], theirs: Sequence[TimedRun]) -> dict[s
     """
     pairs = [(speed([a]), speed([b])) for a, b in zip(ours, theirs, strict=True)]
     each = [a / b for a, b in pairs if a and b]
+    return _ratios(each, speed(ours) / speed(theirs) if each else 0.0)
+
+
+def duration_ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | None]:
+    """How many times as fast one method is as another, by seconds of the same work, rounded to three digits.
+
+    Args:
+        ours: Seconds of the one method.
+        theirs: Seconds of the other for the same prompts, in the same order.
+
+    Returns:
+        Seconds of the other / seconds of the one: "median", "min" and "max" over the prompts, and "total" of all
+        seconds; None where there are no prompts.
+    """
+    each = [b / a for a, b in zip(ours, theirs, strict=True)]
+    return _ratios(each, sum(theirs) / sum(ours) if each else 0.0)
+
+
+def _ratios(each: Sequence[float], total: float) -> dict[str, float | None]:
     if not each:
         return dict.fromkeys(("median", "min", "max", "total"))
-    total = speed(ours) / speed(theirs)
     found = {"median": statistics.median(each), "min": min(each), "max": max(each), "total": total}
     return {name: round(value, 3) for name, value in found.items()}
 

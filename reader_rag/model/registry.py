@@ -182,6 +182,19 @@ def list_models() -> list[ModelStatus]:
     return statuses
 
 
+def packaged_gguf(name: str | Path) -> Path | None:
+    """The GGUF file that the installed package of an alias holds.
+
+    Args:
+        name: What a user calls the model.
+
+    Returns:
+        The file; None if this is no alias of a GGUF file, or if its package is not installed.
+    """
+    alias = ALIASES.get(str(name))
+    return _packaged(alias) if alias is not None and alias.is_gguf else None
+
+
 def _resolve(name: str | Path, task: Task, progress: Progress | None) -> Path | str:
     alias = ALIASES.get(str(name))
     if alias is None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from reader_rag.bench.commands import app
-from reader_rag.bench.generate.batched import compare_batch
+from reader_rag.bench.generate.batched import compare_batch, ours_together
 from reader_rag.bench.generate.methods import Task
 from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
@@ -35,11 +35,20 @@ def test_the_report_has_what_that_of_one_prompt_has(engine: Engine) -> None:
     assert set(report["methods"]) == {"plain", "reader"}
     for row in report["methods"].values():
         assert {"decode_tokens_per_s", "ttft_s", "mat", "cache_mb", "peak_mb", "tokens_per_s"} <= set(row)
+        assert 0 < row["ttft_s"] < row["question_s"] < row["questions_total_s"]
+        assert row["prompt_tokens_per_s"] is None  # prompts are read between steps of the others
     assert report["methods"]["plain"]["mat"] == 1.0
     assert report["identical"] == {"compared": 9, "different": []}
     ratio = report["ratios"]["reader/plain"]
     assert ratio["min"] <= ratio["median"] <= ratio["max"]
     assert ratio["min"] <= ratio["total"] <= ratio["max"]
+    assert ratio["questions"]["min"] <= ratio["questions"]["median"] <= ratio["questions"]["max"]
+
+
+def test_a_question_waits_for_no_question_before_it(engine: Engine) -> None:
+    run = ours_together(engine, [task for _, task in tasks(engine)][:4], speculate=False)
+    assert len(run.question_s) == 4
+    assert all(first < whole <= run.wall_s for first, whole in zip(run.ttft_s, run.question_s, strict=True))
 
 
 def test_so_many_are_decoded_at_once(engine: Engine) -> None:
@@ -67,6 +76,8 @@ def test_traces_are_followed(engine: Engine) -> None:
 def test_unknown_methods_are_refused(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="unknown method magic for a batch; there are plain, reader, hf"):
         compare_batch(engine, tasks(engine), ["magic"], 2)
+    with pytest.raises(ConfigError, match="hf-lookup and llama-cpp decode one prompt at a time"):
+        compare_batch(engine, tasks(engine), ["llama-cpp"], 2)
 
 
 @pytest.fixture

@@ -9,17 +9,20 @@ from typing import Any
 
 import torch
 
-from reader_rag.bench.generate.methods import Clock, Task, cache_bytes, request_of, shortened
+from reader_rag.bench.generate.methods import Clock, Task, cache_bytes, ends_of, request_of, shortened
 from reader_rag.bench.generate.peak_memory import PeakMemory
 from reader_rag.bench.generate.runs import Run, Runs, make_report
 from reader_rag.config import BatchConfig
 from reader_rag.engine.engine import Engine
-from reader_rag.engine.observer import Load, Observer, StepReport
+from reader_rag.engine.observer import Load, Observer, Outcome, StepReport
+from reader_rag.engine.outputs import Stats
 from reader_rag.errors import ConfigError
 
 _GROUP = 2
 """Prompts of a group / prompts that are decoded at once: when one ends, the next begins."""
 
+_ALONE = ("hf-lookup", "llama-cpp")
+"""Methods that decode one prompt at a time."""
 
 GroupMethod = Callable[[Engine, Sequence[Task]], Run]
 
@@ -28,6 +31,7 @@ class _Watch(Observer):
     def __init__(self) -> None:
         self.emitted = self.steps = self.row_steps = self.cache_bytes = 0
         self.decode_s = 0.0
+        self._ended: list[tuple[Stats, float]] = []
 
     def stepped(self, report: StepReport) -> None:
         self.steps += 1
@@ -37,6 +41,13 @@ class _Watch(Observer):
 
     def loaded(self, load: Load) -> None:
         self.cache_bytes = max(self.cache_bytes, load.cache_bytes)
+
+    def answered(self, stats: Stats, outcome: Outcome) -> None:
+        self._ended.append((stats, time.perf_counter()))
+
+    def end_of(self, stats: Stats) -> float:
+        """When the request with these counts and times has ended."""
+        return next(when for ended, when in self._ended if ended == stats)
 
 
 def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> Run:
@@ -51,26 +62,31 @@ def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> 
     engine.observers.append(watch)
     try:
         started = time.perf_counter()
-        streams = []
+        streams, submitted = [], []
         for tenant, task in zip(tenants, tasks, strict=True):
             generation, sampler = request_of(task, speculate=speculate)
+            submitted.append(time.perf_counter())
             streams.append(engine.submit(task.prompt, generation, sampler=sampler, tenant=tenant))
         for stream in streams:
             for _ in stream:
                 pass
         wall_s = time.perf_counter() - started
+        engine.between_steps(lambda: None)  # observers are told of an end after its reader
     finally:
         engine.observers.remove(watch)
     results = [stream.result for stream in streams]
+    begun = [at + result.stats.queue_s for at, result in zip(submitted, results, strict=True)]
     return Run(
-        tuple(result.token_ids for result in results),
-        watch.emitted,
-        watch.decode_s,
-        watch.steps,
-        watch.row_steps,
-        tuple(result.stats.ttft_s for result in results),
-        wall_s,
-        watch.cache_bytes,
+        tokens=tuple(result.token_ids for result in results),
+        lengths=tuple(len(result.token_ids) for result in results),
+        emitted=watch.emitted,
+        decode_s=watch.decode_s,
+        steps=watch.steps,
+        row_steps=watch.row_steps,
+        ttft_s=tuple(result.stats.ttft_s for result in results),
+        question_s=tuple(watch.end_of(result.stats) - at for at, result in zip(begun, results, strict=True)),
+        wall_s=wall_s,
+        cache_bytes=watch.cache_bytes,
     )
 
 
@@ -78,7 +94,7 @@ def transformers_together(engine: Engine, tasks: Sequence[Task], batch: int) -> 
     """Answer with `generate` of `transformers`, in padded batches."""
     tokens: list[tuple[int, ...]] = []
     emitted = steps = row_steps = held = 0
-    decode_s, ttft_s = 0.0, []
+    decode_s, ttft_s, question_s = 0.0, [], []
     started = time.perf_counter()
     for first in range(0, len(tasks), batch):
         some = tasks[first : first + batch]
@@ -90,9 +106,20 @@ def transformers_together(engine: Engine, tasks: Sequence[Task], batch: int) -> 
         row_steps += sum(len(answer) - 1 for answer in answers)
         decode_s += after
         ttft_s += [to_first] * len(some)
+        question_s += [to_first + after] * len(some)
         held = max(held, bytes_held)
-    wall_s = time.perf_counter() - started
-    return Run(tuple(tokens), emitted, decode_s, steps, row_steps, tuple(ttft_s), wall_s, held)
+    return Run(
+        tokens=tuple(tokens),
+        lengths=tuple(map(len, tokens)),
+        emitted=emitted,
+        decode_s=decode_s,
+        steps=steps,
+        row_steps=row_steps,
+        ttft_s=tuple(ttft_s),
+        question_s=tuple(question_s),
+        wall_s=time.perf_counter() - started,
+        cache_bytes=held,
+    )
 
 
 def _generate(engine: Engine, tasks: Sequence[Task]) -> tuple[list[tuple[int, ...]], float, float, int]:
@@ -105,6 +132,7 @@ def _generate(engine: Engine, tasks: Sequence[Task]) -> tuple[list[tuple[int, ..
     mask = torch.ones_like(ids)
     for row, task in zip(mask, tasks, strict=True):
         row[: longest - len(task.prompt.token_ids)] = 0
+    generation = tasks[0].generation
     clock = Clock()
     started = time.perf_counter()
     with torch.inference_mode():
@@ -112,8 +140,8 @@ def _generate(engine: Engine, tasks: Sequence[Task]) -> tuple[list[tuple[int, ..
             ids,
             attention_mask=mask,
             do_sample=False,
-            max_new_tokens=tasks[0].generation.max_tokens,
-            eos_token_id=sorted(engine.eos_ids) or None,
+            max_new_tokens=generation.max_tokens,
+            eos_token_id=ends_of(engine, generation),
             pad_token_id=pad,
             streamer=clock,
             return_dict_in_generate=True,
@@ -121,7 +149,8 @@ def _generate(engine: Engine, tasks: Sequence[Task]) -> tuple[list[tuple[int, ..
     ended = time.perf_counter()
     answers = []
     for row in out.sequences[:, longest:].tolist():
-        end = next((at for at, token in enumerate(row) if token in engine.eos_ids), len(row) - 1)
+        ends = frozenset[int]() if generation.ignore_eos else engine.eos_ids
+        end = next((at for at, token in enumerate(row) if token in ends), len(row) - 1)
         answers.append(tuple(row[: end + 1]))
     return answers, clock.first - started, ended - clock.first, cache_bytes(out.past_key_values)
 
@@ -146,7 +175,7 @@ def compare_batch(
     Args:
         engine: The model; its scheduler is replaced by one with `batch` rows.
         tasks: Prompt ids and what to decode.
-        methods: "plain", "reader" and "hf"; "hf-lookup" decodes one prompt at a time and is left out.
+        methods: "plain", "reader" and "hf"; "hf-lookup" and "llama-cpp" decode one prompt at a time and are left out.
         batch: At least 2.
         progress: Called with what runs next.
 
@@ -157,9 +186,11 @@ def compare_batch(
         ConfigError: An unknown method, or one that cannot replay a trace or sample.
     """
     known = _methods(batch)
-    chosen = [method for method in methods if method != "hf-lookup"]
+    chosen = [method for method in methods if method not in _ALONE]
     unknown = sorted(set(chosen) - set(known))
-    if unknown or not chosen:
+    if not chosen:
+        raise ConfigError(f"{' and '.join(_ALONE)} decode one prompt at a time: name {', '.join(known)} for a batch")
+    if unknown:
         raise ConfigError(f"unknown method {', '.join(unknown)} for a batch; there are {', '.join(known)}")
     if "hf" in chosen and any(task.forced is not None or task.generation.temperature > 0 for _, task in tasks):
         raise ConfigError("hf cannot replay a trace or sample in batches: use --methods plain,reader only")

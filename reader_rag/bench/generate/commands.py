@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from reader_rag.bench import options
-from reader_rag.bench.output import print_report, print_table, progress, ratio_line
+from reader_rag.bench.output import print_report, print_table, progress
 from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
@@ -46,23 +46,43 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = 0,
+    ignore_eos: options.IgnoreEos = SamplingParams.ignore_eos,
     methods: Annotated[
-        str, typer.Option(help="Methods, comma-separated: plain, reader, hf, hf-lookup.")
+        str, typer.Option(help="Methods, comma-separated: plain, reader, hf, hf-lookup, llama-cpp.")
     ] = "plain,reader,hf,hf-lookup",
+    gguf: Annotated[
+        Path | None,
+        typer.Option(help="The model as a GGUF file, for llama-cpp.", show_default="that of the model's package"),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare decoding methods on the same prompts.
 
-    Runs the methods in turn; reports speed, tokens per step, memory and differing answers. With several sizes of
-    --batch, --json prints a list of reports.
+    Runs the methods in turn; reports speed, tokens per step, memory and differing answers. A whole question is the
+    time from when its prompt could begin to the last token of its answer: prefill and decoding. Every prompt starts
+    with nothing kept of the others, by every method. hf is `generate` of transformers, hf-lookup its prompt lookup,
+    llama-cpp the same model as a GGUF file in llama.cpp, plain and with its n-gram drafts, on as many threads; of
+    several variants the one that decodes fastest stands for the method. llama.cpp's answers may have other words and
+    lengths than those of plain; --ignore-eos gives all the same length. With several sizes of --batch, --json prints a
+    list of reports.
     """
     batches = options.numbers("--batch", batch, least=1)
     if (prompts is None) == (traces is None):
         raise ConfigError("give either --prompts FILE or --replay TRACES")
     from reader_rag.bench.generate.batched import compare_batch
-    from reader_rag.bench.generate.sequential import compare
+    from reader_rag.bench.generate.gguf_file import choose_gguf
+    from reader_rag.bench.generate.llama_cpp import import_xllamacpp
+    from reader_rag.bench.generate.sequential import LLAMA_CPP, check_methods, compare
+    from reader_rag.bench.generate.tables import show_report
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    chosen = options.names(methods)
+    check_methods(chosen)
+    if LLAMA_CPP in chosen:
+        import_xllamacpp()
+        gguf = choose_gguf(model, gguf)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
+    )
     draft = DraftConfig()
     draft = replace(
         draft,
@@ -72,15 +92,14 @@ def generate(
     settings = {"draft": draft, "exactness": exactness, "forward": forward, "strict_width": strict_width}
     engine = _engine(model, dtype, device, settings, random_weights=traces is not None)
     tasks = _tasks(engine, prompts, traces, options.names(categories), limit, params)
-    chosen = options.names(methods)
     several = len(batches) > 1
     for number, size in enumerate(batches):
         if size == 1:
-            report = compare(engine, tasks, chosen, progress())
+            report = compare(engine, tasks, chosen, progress(), gguf)
         else:
             report = compare_batch(engine, tasks, chosen, size, progress())
         if not as_json:
-            _show(report)
+            show_report(report)
             continue
         # Each report is printed when it is complete, so that an interrupted run keeps the finished ones.
         opening, closing = "[" if several and not number else "", "]" if several else ""
@@ -146,31 +165,6 @@ def _tasks(
         for t in read_traces(traces, categories, limit)
         if len(t.output) > 1
     ]
-
-
-def _show(report: dict[str, Any]) -> None:
-    machine = report["machine"]
-    at_once = f", {report['batch']} at once" if report["batch"] > 1 else ""
-    columns = {
-        "tokens/s": "decode_tokens_per_s",
-        "tokens/step": "mat",
-        "ms/step": "ms_per_step",
-        "first token s": "ttft_s",
-        "cache MB": "cache_mb",
-        "peak MB": "peak_mb",
-    }
-    print_table(
-        f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts{at_once}",
-        ("method", *columns),
-        ((name, *(row[field] for field in columns.values())) for name, row in report["variants"].items()),
-    )
-    for name, ratio in report["ratios"].items():
-        if line := ratio_line(name, ratio):
-            typer.echo(line)
-    if "identical" in report:
-        same = report["identical"]
-        differing = f"; different: {', '.join(same['different'])}" if same["different"] else ""
-        typer.echo(f"reader = plain: {same['compared'] - len(same['different'])} of {same['compared']}{differing}")
 
 
 def _show_caching(report: dict[str, Any]) -> None:

@@ -97,7 +97,8 @@ def ours(engine: Engine, task: Task, *, speculate: bool) -> Run:
             pass
         ended = time.perf_counter()
         stats = stream.result.stats
-        return Run.of_one(stream.result.token_ids, first - started, ended - first, stats.steps, stats.cache_bytes)
+        prompt, tokens = len(task.prompt.token_ids), stream.result.token_ids
+        return Run.of_one(prompt, tokens, first - started, ended - first, stats.steps, stats.cache_bytes)
 
 
 class Clock(BaseStreamer):
@@ -158,7 +159,7 @@ def transformers_generate(engine: Engine, task: Task, *, lookup: int | None = No
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=task.generation.max_tokens,
-                eos_token_id=sorted(engine.eos_ids) or None,
+                eos_token_id=ends_of(engine, task.generation),
                 pad_token_id=min(engine.eos_ids, default=0),
                 streamer=clock,
                 return_dict_in_generate=True,
@@ -168,7 +169,20 @@ def transformers_generate(engine: Engine, task: Task, *, lookup: int | None = No
     finally:
         hook.remove()
     tokens = tuple(out.sequences[0, ids.shape[1] :].tolist())
-    return Run.of_one(tokens, clock.first - started, ended - clock.first, steps - 1, cache_bytes(out.past_key_values))
+    held = cache_bytes(out.past_key_values)
+    return Run.of_one(ids.shape[1], tokens, clock.first - started, ended - clock.first, steps - 1, held)
+
+
+def ends_of(engine: Engine, generation: SamplingParams) -> list[int] | None:
+    """Tokens at which `generate` ends an answer; None: there are none.
+
+    Args:
+        engine: The engine whose model is used.
+        generation: Its `ignore_eos` asks for answers of `max_tokens` tokens.
+    """
+    if generation.ignore_eos:
+        return [engine.model.config.get_text_config().vocab_size]  # no token; None would mean the model's own
+    return sorted(engine.eos_ids) or None
 
 
 def cache_bytes(cache: Any) -> int:

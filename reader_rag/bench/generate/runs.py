@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reader_rag.bench.generate.peak_memory import PeakMemory
-from reader_rag.bench.report import different, machine, speed, speed_ratios
+from reader_rag.bench.report import different, duration_ratios, machine, speed, speed_ratios
 from reader_rag.engine.engine import Engine
 
-_COMPARED = ("plain", "hf", "hf-lookup")
+_COMPARED = ("plain", "hf", "hf-lookup", "llama-cpp")
 
 
 @dataclass(frozen=True)
@@ -19,39 +19,67 @@ class Run:
     """One prompt, or several that were decoded together, by one method.
 
     Attributes:
-        tokens: Emitted tokens of each prompt.
+        tokens: Emitted tokens of each prompt; empty if the method reports only how many they are.
+        lengths: Number of emitted tokens of each prompt.
         emitted: Tokens that decode steps emitted: all but the first of each answer.
         decode_s: Seconds of the decode steps.
         steps: Number of decode steps.
         row_steps: Number of sequences in a step, summed over the steps.
         ttft_s: Seconds to the first token of each prompt, from when it could begin.
+        question_s: Seconds of each whole question: prefill and answer, from when the prompt could begin to the last
+            token.
         wall_s: Seconds of the whole run, prefill included.
-        cache_bytes: Most bytes of keys and values that were reserved or held at once.
+        cache_bytes: Most bytes of keys and values that were reserved or held at once; None if the method does not
+            report them.
+        prompt_tokens: Tokens of a prompt that was prefilled alone; None if others were decoded meanwhile.
     """
 
     tokens: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
     emitted: int
     decode_s: float
     steps: int
     row_steps: int
     ttft_s: tuple[float, ...]
+    question_s: tuple[float, ...]
     wall_s: float
-    cache_bytes: int
+    cache_bytes: int | None
+    prompt_tokens: int | None = None
 
     @classmethod
-    def of_one(cls, tokens: tuple[int, ...], ttft_s: float, decode_s: float, steps: int, cache_bytes: int) -> Run:
+    def of_one(
+        cls,
+        prompt_tokens: int,
+        answer: tuple[int, ...] | int,
+        ttft_s: float,
+        decode_s: float,
+        steps: int,
+        cache_bytes: int | None,
+    ) -> Run:
         """The run of one prompt alone.
 
         Args:
-            tokens: Emitted tokens.
+            prompt_tokens: Tokens of the prompt.
+            answer: Emitted tokens, or their number.
             ttft_s: Seconds to the first token.
             decode_s: Seconds from the first token to the last.
             steps: Forward passes after the first token.
-            cache_bytes: Bytes of keys and values.
+            cache_bytes: Bytes of keys and values; None: unknown.
         """
-        emitted = len(tokens) - 1
-        seconds = decode_s if emitted else 0.0
-        return cls((tokens,), emitted, seconds, steps, steps, (ttft_s,), ttft_s + decode_s, cache_bytes)
+        tokens, length = ((), answer) if isinstance(answer, int) else ((answer,), len(answer))
+        return cls(
+            tokens=tokens,
+            lengths=(length,),
+            emitted=length - 1,
+            decode_s=decode_s if length > 1 else 0.0,
+            steps=steps,
+            row_steps=steps,
+            ttft_s=(ttft_s,),
+            question_s=(ttft_s + decode_s,),
+            wall_s=ttft_s + decode_s,
+            cache_bytes=cache_bytes,
+            prompt_tokens=prompt_tokens,
+        )
 
 
 @dataclass
@@ -70,7 +98,8 @@ class Runs:
         """
         memory.reset()
         self.runs.append(run())
-        peak = memory.peak_mb()
+        # A method that does not report its cache runs a second model in this process: the peak would count both.
+        peak = memory.peak_mb() if self.runs[-1].cache_bytes is not None else None
         if peak is not None:
             self.peaks.append(peak)
 
@@ -82,17 +111,29 @@ class Runs:
     def summary(self) -> dict[str, Any]:
         """The row of a report."""
         steps, rows = sum(run.steps for run in self.runs), sum(run.row_steps for run in self.runs)
-        tokens = sum(len(answer) for run in self.runs for answer in run.tokens)
+        first = [seconds for run in self.runs for seconds in run.ttft_s]
+        prompts = [run.prompt_tokens for run in self.runs if run.prompt_tokens is not None]
+        caches = [run.cache_bytes for run in self.runs if run.cache_bytes is not None]
+        tokens = sum(sum(run.lengths) for run in self.runs)
         return {
             "decode_tokens_per_s": round(self.decode_tokens_per_s, 2),
-            "ttft_s": round(statistics.median(seconds for run in self.runs for seconds in run.ttft_s), 4),
+            "prompt_tokens_per_s": round(sum(prompts) / sum(first), 2) if prompts else None,
+            "ttft_s": round(statistics.median(first), 4),
+            "question_s": round(statistics.median(self.question_s), 4),
+            "questions_total_s": round(sum(self.question_s), 3),
+            "tokens": tokens,
             "mat": round(sum(run.emitted for run in self.runs) / rows, 3) if rows else 1.0,
             "ms_per_step": round(1e3 * sum(run.decode_s for run in self.runs) / steps, 2) if steps else None,
             "rows_per_step": round(rows / steps, 2) if steps else None,
             "tokens_per_s": round(tokens / sum(run.wall_s for run in self.runs), 2),
-            "cache_mb": round(max(run.cache_bytes for run in self.runs) / 1e6, 1),
+            "cache_mb": round(max(caches) / 1e6, 1) if caches else None,
             "peak_mb": round(max(self.peaks), 1) if self.peaks else None,
         }
+
+    @property
+    def question_s(self) -> list[float]:
+        """Seconds of every whole question."""
+        return [seconds for run in self.runs for seconds in run.question_s]
 
 
 def make_report(
@@ -108,9 +149,12 @@ def make_report(
         batch: Prompts decoded at once.
 
     Returns:
-        Speed, seconds to the first token, tokens per step and memory by method; ratios of `reader` to the others (of
-        all tokens; median, least and greatest over runs); and for which prompts `reader` and `plain` emitted different
-        tokens. `decode_tokens_per_s` counts the seconds of decode steps, `tokens_per_s` all seconds.
+        Speed, seconds to the first token and of a whole question (median, and total over the prompts), tokens per step
+        and memory by method; how many times as fast `reader` is as the others: in decoding (of all tokens; median,
+        least and greatest over runs), and under "questions" in whole questions (of all seconds; median, least and
+        greatest over prompts); and for which prompts `reader` and `plain` emitted different tokens.
+        `decode_tokens_per_s` counts the seconds of decode steps, `prompt_tokens_per_s` those before the first token,
+        `tokens_per_s` all seconds.
     """
     report: dict[str, Any] = {
         "batch": batch,
@@ -124,7 +168,11 @@ def make_report(
         ours = measured["reader"]
         for other in _COMPARED:
             if other in chosen:
-                report["ratios"][f"reader/{other}"] = speed_ratios(ours.runs, measured[chosen[other]].runs)
+                theirs = measured[chosen[other]]
+                report["ratios"][f"reader/{other}"] = {
+                    **speed_ratios(ours.runs, theirs.runs),
+                    "questions": duration_ratios(ours.question_s, theirs.question_s),
+                }
     if {"reader", "plain"} <= set(chosen):
         answers = [[tokens for run in measured[name].runs for tokens in run.tokens] for name in ("reader", "plain")]
         report["identical"] = different(ids, *answers)
