@@ -78,7 +78,7 @@ def test_the_tables_fit_sixty_columns(
     report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    show_report(report)
+    show_report(report | {"machine": {"model": "m", "dtype": "float32", "device": "CPU"}})
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 60
     assert "\u2026" not in shown  # nothing is cut

@@ -70,7 +70,7 @@ class Run:
         return cls(
             tokens=tokens,
             lengths=(length,),
-            emitted=length - 1,
+            emitted=max(length - 1, 0),
             decode_s=decode_s if length > 1 else 0.0,
             steps=steps,
             row_steps=steps,
