@@ -16,8 +16,8 @@ class BatchConfig(Settings):
     )
     max_cache_bytes: int | None = setting(
         None,
-        "Most bytes of their KV cache, prompt and longest answer reserved for each; None: half of the memory that is "
-        "free when the first request comes, less prefix_bytes.",
+        "Most bytes of their KV caches and of hidden states of prompts, reserved for each one's longest answer; None: "
+        "half of the memory that is free when the first request comes, less prefix_bytes.",
         ge=1,
     )
     max_waiting: int = setting(1024, "Most requests in the queue; a further one is refused with a BusyError.", ge=1)

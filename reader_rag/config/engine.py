@@ -60,7 +60,7 @@ class EngineConfig(Settings):
     batch: BatchConfig = setting(BatchConfig(), "Settings of the scheduler: batch size, KV cache memory and queue.")
     prefix_bytes: int | None = setting(
         None,
-        "Most bytes of keys and values in the prefix cache, on the model's device; 0 turns it off. None: 256 MiB on "
+        "Most bytes of the prefix cache, on the model's device; 0 turns it off. None: 256 MiB on "
         "the CPU, 1 GiB elsewhere.",
         ge=0,
     )

@@ -187,6 +187,11 @@ class ContextIndex:
             self._prompt_length,
         )
 
+    @property
+    def corpus(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], int]:
+        """Prompt and output as the fields of `kernels.arrays.CorpusArrays`."""
+        return self._sequence.arrays
+
     def extend(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
         """Append tokens to the sequence and follow the matches to its new end.
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from reader_rag.config import DraftConfig
 from reader_rag.draft.checked_source import CheckedSource, merge
 from reader_rag.draft.context_index import ContextIndex
+from reader_rag.draft.prompt_successors import PromptSuccessors
 from reader_rag.draft.source import Budget, RequestState, Verified
 from reader_rag.draft.tree import DATASTORE, SOURCES, DraftTree
 from reader_rag.draft.tree_builder import NO_CANDIDATES, TreeBuilder
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 _LEAST_COPY = 3
 """Tokens before one from the datastore that must match prompt or passages, for it to count as copied from there."""
+
+_NONE = np.zeros(0, np.int32)
 
 
 def index_texts(context: DecodeContext, request: Request, max_tokens: int) -> tuple[ContextIndex, Provenance]:
@@ -84,6 +87,7 @@ class Proposer:
         )
         self._lookup = None if lookup is None else lookup.begin(request.tenant, request.prompt.token_ids)
         self._successors = state.successors if draft.max_successors else None
+        self._prompt = None if self._successors is None else PromptSuccessors(index, self._successors)
         self._max_nodes = draft.max_nodes
         self._tenant = request.tenant
         self._prompt_length = len(request.prompt.token_ids)
@@ -170,16 +174,36 @@ class Proposer:
         for source in self._external:
             source.forget()
 
-    def learn_prompt(self, before: int, start: int, logits: torch.Tensor) -> None:
-        """Learn successors from a chunk of the prompt, where there is a table.
+    def end_prefill(self, known: NDArray[np.bool_], logits: torch.Tensor) -> None:
+        """Note which positions of the prompt can be asked for, and learn what follows its last token.
 
         Args:
-            before: Tokens of the prompt before the part that is prefilled.
-            start: Position of the chunk's first token in that part.
-            logits: [chunk, vocabulary].
+            known: bool [n], which of the prompt's first n positions have a hidden state.
+            logits: [1, vocabulary], after the prompt's last token.
         """
-        if self._successors is not None:
-            self._successors.learn_text(self.index.sequence, before + start, top_tokens(logits))
+        if self._prompt is not None and len(known):
+            self._prompt.add(known)
+            self._prompt.learn(np.array([len(self.index) - 1], np.int32), top_tokens(logits))
+
+    def ask(self, tree: DraftTree, verified: int) -> NDArray[np.int32]:
+        """The positions of the prompt whose next tokens the coming drafts lack; see `PromptSuccessors.ask`.
+
+        Args:
+            tree: The draft.
+            verified: How many of its nodes are verified in this step.
+        """
+        return _NONE if self._prompt is None else self._prompt.ask(tree, verified)
+
+    def learn_asked(self, positions: NDArray[np.int32], logits: torch.Tensor, top: TopK | None) -> None:
+        """Learn what follows positions of the prompt that were asked for.
+
+        Args:
+            positions: int32 [n].
+            logits: [n, vocabulary].
+            top: Their best tokens, where they are known already.
+        """
+        if self._prompt is not None:
+            self._prompt.learn(positions, top_tokens(logits) if top is None or top.best is None else top.best)
 
     def learn(self, root: int, tree: DraftTree, logits: torch.Tensor, top: TopK | None) -> None:
         """Learn successors from a verified tree, rejected nodes included, and keep the best tokens for `observe`.

@@ -34,9 +34,6 @@ _SHARE_OF_FREE_MEMORY = 0.5
 _IDLE_S = 10.0
 """Seconds without a request after which the worker thread ends; the next request starts another."""
 _BLOCKED_S = 600.0
-_CROWDED = 1.5
-"""Growth of a step by one node a sequence from which on prompts teach nothing: what good drafts gain in tokens."""
-
 ResultT = TypeVar("ResultT")
 
 _running: weakref.WeakSet[Scheduler] = weakref.WeakSet()
@@ -143,7 +140,7 @@ class Scheduler:
 
     @property
     def max_cache_bytes(self) -> int:
-        """Most bytes of their keys and values."""
+        """Most bytes of their keys, values and hidden states."""
         if self.limits.max_cache_bytes is not None:
             return self.limits.max_cache_bytes
         if self._available_bytes is None:
@@ -259,13 +256,14 @@ class Scheduler:
             )
 
     def _bytes_of(self, rows: Sequence[_Row]) -> int:
-        """Most bytes of keys and values that requests may come to hold together."""
+        """Most bytes of keys, values and hidden states that requests may come to hold together."""
         target = self._context.target
+        states = sum(row.sequence.state_bytes for row in rows)
         sizes = [(row.sequence.positions, row.sequence.request.draft.max_nodes) for row in rows]
         if target.pads and len(rows) > 1:
             positions, nodes = (max(column) for column in zip(*sizes, strict=True))
-            return len(rows) * target.cache_bytes(int(ROOM * positions) + 1, nodes)
-        return sum(target.cache_bytes(positions, nodes) for positions, nodes in sizes)
+            return states + len(rows) * target.cache_bytes(int(ROOM * positions) + 1, nodes)
+        return states + sum(target.cache_bytes(positions, nodes) for positions, nodes in sizes)
 
     def _wake_worker(self) -> None:
         """Have the worker thread look at what there is to do; under `_changed`."""
@@ -360,7 +358,7 @@ class Scheduler:
         decoding = {row.sequence: row for row in self._rows if not row.sequence.prefilling}
         if prefilling is not None:
             try:
-                prefilling.sequence.prefill(learn=not self._crowded)
+                prefilling.sequence.prefill()
             except BaseException as error:
                 self._end(prefilling, "failed", error)
             else:
@@ -373,16 +371,6 @@ class Scheduler:
                 else:
                     self._deliver(row)
         self._report_moves()
-
-    @property
-    def _crowded(self) -> bool:
-        """Whether so many sequences share a step that drafts hardly pay, and learning from prompts does not.
-
-        By step costs: on the CPU a step grows with every row from a few sequences on, on a GPU much later.
-        """
-        costs = self._context.costs.current
-        sequences = min(len(self._rows) + len(self._waiting), self.max_rows)
-        return costs is not None and sequences > 1 and costs.growth(sequences) > _CROWDED
 
     def _deliver(self, row: _Row) -> None:
         sequence = row.sequence

@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from reader_rag.draft.context_index import ContextIndex
 from reader_rag.draft.tree import DraftTree
@@ -26,9 +27,10 @@ from reader_rag.engine.proposer import Proposer, index_texts
 from reader_rag.engine.request import Request
 from reader_rag.engine.text.detokenizer import Detokenizer
 from reader_rag.engine.text.provenance import Provenance
+from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.interface import SequenceCache
-from reader_rag.model.step_costs import Rest
+from reader_rag.model.step_costs import Rest, asked_positions_pay
 from reader_rag.sampling.accept import accept_path
 from reader_rag.sampling.logprobs import TokenLogprobs, token_logprobs
 from reader_rag.sampling.sampler import Verified
@@ -113,6 +115,18 @@ class DecodeSequence:
         return request.params.speculate and request.draft.max_nodes > 0 and self._context.drafting != "none"
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether hidden states of its prompt are kept, so that drafts can ask for what follows its positions."""
+        learns = self.drafts and self.request.draft.max_successors > 0
+        return learns and asked_positions_pay(self._context.target)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the hidden states of its prompt."""
+        width = self._context.target.hidden_width if self.keeps_states else 0
+        return HiddenStates.bytes_for(len(self.request.prompt.token_ids), width)
+
+    @property
     def learns(self) -> bool:
         """Whether drafting learns from the next pass; not in a step that is made without a draft."""
         return self._state is not None and self._state.proposer.learns and not self._skips
@@ -123,17 +137,15 @@ class DecodeSequence:
             self._texts = index_texts(self._context, self.request, self._max_tokens)
 
     @torch.inference_mode()
-    def prefill(self, *, learn: bool) -> None:
-        """Prefill a chunk of the prompt; the last one emits the first token.
-
-        Args:
-            learn: Whether drafting learns from the prompt. It counts at the first chunk.
-        """
-        state = self._state = self._state or self._begin(learn)
+    def prefill(self) -> None:
+        """Prefill a chunk of the prompt; the last one emits the first token."""
+        state = self._state = self._state or self._begin()
         logits = next(state.prefill)
         if state.cache.length < len(self.request.prompt.token_ids):
             return
         state.keep_prefix()
+        if state.states is not None:
+            state.proposer.end_prefill(state.states.known, logits)
         with self._changing, self._callbacks():
             token = self.request.sampler(Verified(logits, DraftTree.empty(), state.proposer.index.sequence))(0)
             self._counts["cache_bytes"] = state.cache.nbytes
@@ -169,6 +181,42 @@ class DecodeSequence:
         if target.fixed is not None or self._context.drafting == "chain":
             tree = tree.chain()
         return tree
+
+    def ask(self, tree: DraftTree, verified: int) -> NDArray[np.int32]:
+        """The positions of the prompt whose logits are to be computed beside a draft's, the most useful first.
+
+        Args:
+            tree: The last draft.
+            verified: How many of its nodes are verified.
+
+        Returns:
+            int32 [n], at most `ASKED`.
+        """
+        state = self._state
+        if state is None or state.states is None or not self.learns:
+            return np.zeros(0, np.int32)
+        return state.proposer.ask(tree, verified)
+
+    def states_at(self, positions: NDArray[np.int32]) -> torch.Tensor:
+        """Hidden states of positions that `ask` returned, [n, width].
+
+        Args:
+            positions: int32 [n].
+        """
+        assert self._state is not None
+        assert self._state.states is not None
+        return self._state.states.take(positions)
+
+    def learn_asked(self, positions: NDArray[np.int32], logits: torch.Tensor, top: TopK | None) -> None:
+        """Learn what follows positions of the prompt.
+
+        Args:
+            positions: int32 [n], positions that `ask` returned.
+            logits: [n, vocabulary].
+            top: Their best tokens, where they are known already.
+        """
+        assert self._state is not None
+        self._state.proposer.learn_asked(positions, logits, top)
 
     def accept(self, tree: DraftTree, logits: torch.Tensor, top: TopK | None) -> tuple[int, Counter[str]]:
         """Emit the target's tokens along the draft and commit the accepted path.
@@ -231,6 +279,8 @@ class DecodeSequence:
                 state.keep_prefix()
         finally:
             state.cache.release()
+            if state.states is not None:
+                state.states.release()
             with self._callbacks():
                 state.proposer.forget()
         request, lookup = self.request, self._context.lookup
@@ -269,7 +319,7 @@ class DecodeSequence:
             reused_tokens=self._counts["reused_tokens"],
         )
 
-    def _begin(self, learn: bool) -> _State:
+    def _begin(self) -> _State:
         request = self.request
         if self.drafts:
             self._context.costs.measure(request.draft.max_nodes)
@@ -279,7 +329,11 @@ class DecodeSequence:
         texts, self._texts = self._texts, None
         draft = request.draft if self.drafts else replace(request.draft, max_successors=0, calibrates=False)
         proposer = Proposer(self._context, request, draft, *texts)
-        state = _State(self._context, request, proposer, self.positions, draft.max_nodes, learn=learn)
+        target, states = self._context.target, None
+        if self.keeps_states:
+            states = HiddenStates(len(request.prompt.token_ids), target.hidden_width, target.device)
+        cache = target.new_cache(self.positions, draft.max_nodes)
+        state = _State(self._context, request, proposer, cache, states)
         self._counts["reused_tokens"] = state.reused
         return state
 
@@ -332,13 +386,13 @@ class _State:
         context: The engine's.
         request: The request.
         proposer: Its drafts.
-        positions: Most positions of prompt and answer.
-        max_nodes: Most nodes of a draft.
-        learn: Whether drafting learns from the prompt.
+        cache: An empty KV cache.
+        states: Where hidden states of the prompt are kept; None: they are not.
 
     Attributes:
         proposer: As given.
-        cache: The KV cache.
+        cache: As given.
+        states: As given.
         prefill: Logits of the chunks of the prompt, computed when they are read.
         reused: Leading tokens of the prompt that were taken from the prefix cache.
     """
@@ -348,38 +402,35 @@ class _State:
         context: DecodeContext,
         request: Request,
         proposer: Proposer,
-        positions: int,
-        max_nodes: int,
-        *,
-        learn: bool,
+        cache: SequenceCache,
+        states: HiddenStates | None,
     ) -> None:
         self.proposer = proposer
-        self.cache: SequenceCache = context.target.new_cache(positions, max_nodes)
+        self.cache = cache
+        self.states = states
         self._context = context
         self._request = request
         self.reused = self._restore_prefix()
         self.prefill: Iterator[torch.Tensor] = context.target.prefill_chunks(
-            request.prompt.token_ids[self.reused :],
-            self.cache,
-            partial(proposer.learn_prompt, self.reused) if learn and proposer.learns else None,
+            request.prompt.token_ids[self.reused :], cache, states
         )
 
     def _restore_prefix(self) -> int:
-        """Fill the KV cache from the prefix cache; returns how many positions."""
+        """Fill KV cache and hidden states from the prefix cache; returns how many positions."""
         reuse, prefixes, prompt = self._context.reuse, self._context.prefix_cache, self._request.prompt.token_ids
         if reuse is None or prefixes is None or not reuse.positions(len(prompt), len(prompt)):
             return 0
-        return prefixes.restore(self._request.tenant, prompt, cast(TreeCache, self.cache))
+        return prefixes.restore(self._request.tenant, prompt, cast(TreeCache, self.cache), self.states)
 
     def keep_prefix(self) -> None:
-        """Put the committed keys and values into the prefix cache."""
+        """Put the committed keys and values into the prefix cache, and the hidden states."""
         reuse, prefixes = self._context.reuse, self._context.prefix_cache
         if reuse is None or prefixes is None:
             return
         count = reuse.positions(len(self._request.prompt.token_ids), self.cache.length)
         try:
             tokens = self.proposer.index.sequence[:count]
-            prefixes.insert(self._request.tenant, tokens, cast(TreeCache, self.cache))
+            prefixes.insert(self._request.tenant, tokens, cast(TreeCache, self.cache), self.states)
         except Exception:
             # The answer is right without; but nothing that is half kept may be found.
             prefixes.clear()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.context import DecodeContext
@@ -18,6 +21,25 @@ from reader_rag.util.out_of_memory import is_out_of_memory
 
 _NOT_OF_A_SEQUENCE = (KeyboardInterrupt, GeneratorExit)
 """What is raised from outside, whichever sequence was being decoded."""
+
+Asked = dict[DecodeSequence, NDArray[np.int32]]
+"""By sequence, positions of its prompt whose logits the pass computes too."""
+
+
+class _Verified(NamedTuple):
+    """What a pass computed for one sequence.
+
+    Attributes:
+        logits: [1 + nodes, vocabulary].
+        top: Their best tokens; None: not computed yet.
+        asked: [n, vocabulary], logits of the positions asked for; None: none were.
+        asked_top: Their best tokens; None: not computed yet.
+    """
+
+    logits: torch.Tensor
+    top: TopK | None
+    asked: torch.Tensor | None = None
+    asked_top: TopK | None = None
 
 
 @torch.inference_mode()
@@ -33,25 +55,28 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
     """
     started = time.perf_counter()
     failed: dict[DecodeSequence, BaseException] = {}
-    trees: dict[DecodeSequence, DraftTree] = {}
+    drafts: dict[DecodeSequence, DraftTree] = {}
     drafting: dict[DecodeSequence, float] = {}
     costs = context.costs.current
     for sequence in sequences:
         before = time.perf_counter()
         try:
-            trees[sequence] = sequence.propose(skip=costs is not None and sequence.rest.due())
+            drafts[sequence] = sequence.propose(skip=costs is not None and sequence.rest.due())
         except BaseException as error:
             _note(sequence, error, failed)
         drafting[sequence] = time.perf_counter() - before
-    trees = _within_budget(context, trees)
-    drafted = time.perf_counter()
+    trees = _within_budget(context, drafts)
     lengths = [sequence.cache.length for sequence in trees]
     positions = sum(len(tree) + 1 for tree in trees.values())
+    asked, asked_s = _asked(context, drafts, trees)
+    drafted = time.perf_counter()
     emitted: list[int] = []
     accepted: list[Counter[str]] = []
-    for sequence, (logits, top) in _verified(context, trees, failed).items():
+    for sequence, found in _verified(context, trees, asked, failed).items():
         try:
-            count, sources = sequence.accept(trees[sequence], logits, top)
+            if found.asked is not None:
+                sequence.learn_asked(asked[sequence], found.asked, found.asked_top)
+            count, sources = sequence.accept(trees[sequence], found.logits, found.top)
             emitted.append(count)
             accepted.append(sources)
         except BaseException as error:
@@ -61,7 +86,7 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
     if costs is not None and shared and not failed:
         widest = 1 + max(len(tree) for tree in trees.values())
         rows = len(trees) * widest if context.target.pads else positions
-        costs.observe(rows, sum(lengths) // len(lengths), ended - drafted)
+        costs.observe(rows, sum(lengths) // len(lengths), ended - drafted - asked_s)
     for sequence in sequences:
         sequence.spent(ended - started, drafting[sequence])
     report = StepReport(positions, accepted, emitted, sum(drafting.values()), ended - started)
@@ -98,29 +123,56 @@ def _within_budget(context: DecodeContext, trees: dict[DecodeSequence, DraftTree
     return heads
 
 
+def _asked(
+    context: DecodeContext, drafts: Mapping[DecodeSequence, DraftTree], trees: Mapping[DecodeSequence, DraftTree]
+) -> tuple[Asked, float]:
+    """Which positions of prompts the pass computes too, and the seconds that it is expected to take longer for them."""
+    wanted = {sequence: sequence.ask(draft, len(trees[sequence])) for sequence, draft in drafts.items()}
+    count, seconds = sum(map(len, wanted.values())), 0.0
+    target, costs = context.target, context.costs.current
+    if count and costs is not None:
+        beside = sum(len(tree) + 1 for tree in trees.values()) if target.cpu is not None else 0
+        length = sum(sequence.cache.length for sequence in trees) // len(trees)
+        count = costs.best_asked(count, beside, length, target.head_share, len(trees))
+        seconds = float(costs.head_seconds(count, beside, length, target.head_share)[count])
+    # The most useful position of each sequence first, then the second of each, and so on.
+    ranked = sorted((rank, n) for n, positions in enumerate(wanted.values()) for rank in range(len(positions)))
+    taken = Counter(n for _, n in ranked[:count])
+    return {sequence: wanted[sequence][: taken[n]] for n, sequence in enumerate(wanted) if taken[n]}, seconds
+
+
 def _verified(
-    context: DecodeContext, trees: dict[DecodeSequence, DraftTree], failed: dict[DecodeSequence, BaseException]
-) -> dict[DecodeSequence, tuple[torch.Tensor, TopK | None]]:
+    context: DecodeContext,
+    trees: Mapping[DecodeSequence, DraftTree],
+    asked: Asked,
+    failed: dict[DecodeSequence, BaseException],
+) -> dict[DecodeSequence, _Verified]:
     """The logits of each sequence's tree. Where the pass fails, each is tried alone to find the one that makes it."""
     steps = {sequence: Step(sequence.root, tree, sequence.cache) for sequence, tree in trees.items()}
     if len(steps) > 1:
         try:
-            return _pass_over(context, steps)
+            return _pass_over(context, steps, asked)
         except Exception as error:
             if is_out_of_memory(error) and context.prefix_cache is not None:
                 context.prefix_cache.clear()  # running sequences come before what may be reused
-    verified: dict[DecodeSequence, tuple[torch.Tensor, TopK | None]] = {}
+    verified: dict[DecodeSequence, _Verified] = {}
     for sequence, step in steps.items():
         try:
-            verified |= _pass_over(context, {sequence: step})
+            verified |= _pass_over(context, {sequence: step}, asked)
         except BaseException as error:
             _note(sequence, error, failed)
     return verified
 
 
 def _pass_over(
-    context: DecodeContext, steps: Mapping[DecodeSequence, Step]
-) -> dict[DecodeSequence, tuple[torch.Tensor, TopK | None]]:
-    logits = context.target.verify_batch(list(steps.values()))
+    context: DecodeContext, steps: Mapping[DecodeSequence, Step], asked: Asked
+) -> dict[DecodeSequence, _Verified]:
+    asking = [sequence for sequence in steps if sequence in asked]
+    states = [sequence.states_at(asked[sequence]) for sequence in asking]
+    logits = context.target.verify_batch(list(steps.values()), states)
     tops = fetch_top_k(logits, learns=any(sequence.learns for sequence in steps))
-    return dict(zip(steps, zip(logits, tops, strict=True), strict=True))
+    found = list(zip(logits, tops, strict=True))
+    verified = {sequence: _Verified(*one) for sequence, one in zip(steps, found[: len(steps)], strict=True)}
+    for sequence, (rows, top) in zip(asking, found[len(steps) :], strict=True):
+        verified[sequence] = verified[sequence]._replace(asked=rows, asked_top=top)
+    return verified

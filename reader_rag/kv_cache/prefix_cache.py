@@ -12,8 +12,10 @@ from itertools import islice
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.tree_cache import States
 from reader_rag.util.out_of_memory import is_out_of_memory
 
@@ -36,18 +38,24 @@ class _Block:
         key: Its tokens as bytes.
         siblings: The children of its parent by key, itself included.
         states: Its keys and values.
-        nbytes: Bytes of its keys and values.
+        hidden: Hidden states of its first positions, [n, width]; None: of none.
+        nbytes: Bytes of its keys, values and hidden states.
         children: The blocks that follow it, by key.
     """
 
-    __slots__ = ("children", "key", "nbytes", "siblings", "states", "tenant")
+    __slots__ = ("children", "hidden", "key", "nbytes", "siblings", "states", "tenant")
 
-    def __init__(self, tenant: str, key: bytes, siblings: dict[bytes, _Block], states: States) -> None:
+    def __init__(
+        self, tenant: str, key: bytes, siblings: dict[bytes, _Block], states: States, hidden: torch.Tensor | None
+    ) -> None:
         self.tenant = tenant
         self.key = key
         self.siblings = siblings
         self.states = states
+        self.hidden = hidden
         self.nbytes = sum(int(part.nbytes) for pair in states if pair is not None for part in pair)
+        if hidden is not None:
+            self.nbytes += hidden.nbytes
         self.children: dict[bytes, _Block] = {}
 
 
@@ -58,14 +66,17 @@ class PrefixCache:
     hash alone. Blocks of one tenant are never found for another, so the time to the first token reveals nothing about
     other tenants' prompts.
 
+    A block has the hidden states of the prompt positions in it too, if the sequence kept them: a sequence that restores
+    it asks for what follows these positions as if it had computed them.
+
     The least recently used block is evicted first, and a block always before its parent.
 
     Args:
-        max_bytes: Most bytes of keys and values stored; with fewer than a block takes, nothing is stored.
+        max_bytes: Most bytes of keys, values and hidden states; with fewer than a block takes, nothing is stored.
         block: Tokens of a block.
 
     Attributes:
-        nbytes: Bytes of keys and values stored.
+        nbytes: Bytes of keys, values and hidden states stored.
 
     Example:
         With blocks of two tokens, [1, 2, 3, 4, 5] is stored as [1, 2] with the child [3, 4]. For [1, 2, 3, 9, 9] the
@@ -86,13 +97,20 @@ class PrefixCache:
         """Number of stored blocks."""
         return len(self._order)
 
-    def restore(self, tenant: str, token_ids: Sequence[int] | NDArray[np.integer], cache: Restorable) -> int:
+    def restore(
+        self,
+        tenant: str,
+        token_ids: Sequence[int] | NDArray[np.integer],
+        cache: Restorable,
+        states: HiddenStates | None = None,
+    ) -> int:
         """Fill an empty KV cache with the longest cached prefix of a prompt.
 
         Args:
             tenant: Tenant of the prompt.
             token_ids: All of the prompt; its last token is never restored.
             cache: An empty one.
+            states: Filled with the hidden states of the prefix; None: they are not wanted.
 
         Returns:
             Positions restored; prefill goes on with the token at that index.
@@ -100,16 +118,26 @@ class PrefixCache:
         path = self._path(tenant, self._keys(token_ids[:-1]))
         if path:
             cache.restore([block.states for block in path])
+            if states is not None:
+                for block in path:
+                    states.append(block.hidden, self.block)
             self._use(path)
         return len(path) * self.block
 
-    def insert(self, tenant: str, token_ids: Sequence[int] | NDArray[np.integer], cache: Restorable) -> None:
+    def insert(
+        self,
+        tenant: str,
+        token_ids: Sequence[int] | NDArray[np.integer],
+        cache: Restorable,
+        states: HiddenStates | None = None,
+    ) -> None:
         """Store the blocks of a sequence that are not stored yet, as many of the first ones as fit.
 
         Args:
             tenant: Tenant of the sequence.
             token_ids: The sequence; tokens after its last whole block are ignored.
             cache: KV cache of the sequence; at least so many positions are committed.
+            states: Hidden states of its prompt; None: there are none.
         """
         keys = self._keys(token_ids)
         path = self._path(tenant, keys)
@@ -118,7 +146,8 @@ class PrefixCache:
         try:
             for at in range(held * self.block, len(keys) * self.block, self.block):
                 siblings = path[-1].children if path else self._first.get(tenant, {})
-                block = _Block(tenant, keys[len(path)], siblings, cache.states(at, at + self.block))
+                hidden = None if states is None else states.copy(at, at + self.block)
+                block = _Block(tenant, keys[len(path)], siblings, cache.states(at, at + self.block), hidden)
                 if not self._make_room(block.nbytes, len(path)):
                     break
                 self._add(block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,12 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
+from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
-
-LogitsCallback = Callable[[int, torch.Tensor], None]
-"""Called for each chunk of a prompt with the position of its first token in the prompt, and logits [chunk, vocabulary].
-"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +68,8 @@ class TargetModel(Protocol):
         fixed: The shape of every pass in strict mode; None: any.
         pads: Whether a pass over several sequences computes as many positions for each as its largest tree has.
         shares: Whether several sequences share a pass at all.
+        hidden_width: Numbers of a hidden state from which the head computes logits; 0: it computes none later on.
+        head_share: Share of a pass over one position that the head's product takes: its part of the weights.
     """
 
     model: PreTrainedModel
@@ -79,6 +78,8 @@ class TargetModel(Protocol):
     fixed: FixedShape | None
     pads: bool
     shares: bool
+    hidden_width: int
+    head_share: float
 
     @property
     def device(self) -> torch.device:
@@ -104,14 +105,14 @@ class TargetModel(Protocol):
         """Bytes that `new_cache` with the same arguments takes once it is filled."""
 
     def prefill_chunks(
-        self, token_ids: Sequence[int], cache: Any, seen: LogitsCallback | None = None
+        self, token_ids: Sequence[int], cache: Any, states: HiddenStates | None = None
     ) -> Iterator[torch.Tensor]:
         """Commit a prompt chunk by chunk, one with each step of the iterator.
 
         Args:
             token_ids: [length], at least one token.
             cache: Extended by `length` positions.
-            seen: Called for each chunk.
+            states: Extended by them too; None: their hidden states are dropped.
 
         Yields:
             Logits after the last token of a chunk, [1, vocabulary].
@@ -129,14 +130,16 @@ class TargetModel(Protocol):
             Logits [1 + nodes, vocabulary], after the root and after each node.
         """
 
-    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+    def verify_batch(self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Verify the drafts of several sequences, in one pass where the model can.
 
         Args:
             steps: At least one, each with a cache of its own.
+            asked: Hidden states of prompts, [n, `hidden_width`] each. No other logits depend on them, to the last bit.
 
         Returns:
-            For each the logits that `verify` returns.
+            For each step the logits that `verify` returns, then for each of `asked` its logits, [n, vocabulary]; these
+            rank tokens as the model does (it may scale or cap them still).
         """
 
     def deepest(self, root: int) -> int | None:
@@ -168,18 +171,15 @@ class SequenceCache(Protocol):
         """Free the memory at once; the sequence is decoded no further."""
 
 
-def prefill(
-    target: TargetModel, token_ids: Sequence[int], cache: Any, seen: LogitsCallback | None = None
-) -> torch.Tensor:
+def prefill(target: TargetModel, token_ids: Sequence[int], cache: Any) -> torch.Tensor:
     """Commit a whole prompt.
 
     Args:
         target: The model.
         token_ids: [length], at least one token.
         cache: Extended by `length` positions.
-        seen: Called for each chunk.
 
     Returns:
         Logits after the last token, [1, vocabulary].
     """
-    return deque(target.prefill_chunks(token_ids, cache, seen), maxlen=1).pop()
+    return deque(target.prefill_chunks(token_ids, cache), maxlen=1).pop()

@@ -10,9 +10,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
+from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import LogitsCallback, Reuse, Step
+from reader_rag.model.interface import Reuse, Step
 from reader_rag.model.target import context_window
 
 _STATES = ("past_key_values", "cache_params", "state")
@@ -81,6 +82,7 @@ class PlainTarget:
         self.cpu: CpuForward | None = None
         self.fixed: FixedShape | None = None
         self.pads = self.shares = False
+        self.hidden_width, self.head_share = 0, 1.0
         self._parameters = frozenset(inspect.signature(model.forward).parameters)
 
     @property
@@ -119,24 +121,22 @@ class PlainTarget:
         return 0
 
     def prefill_chunks(
-        self, token_ids: Sequence[int], cache: PlainCache, seen: LogitsCallback | None = None
+        self, token_ids: Sequence[int], cache: PlainCache, states: HiddenStates | None = None
     ) -> Iterator[torch.Tensor]:
         """Commit a prompt, at once.
 
         Args:
             token_ids: [length], at least one token.
             cache: An empty one.
-            seen: Called once, with the logits after all tokens.
+            states: None: such a model has no drafts that ask for them.
 
         Yields:
             Logits after the last token, [1, vocabulary].
         """
         with torch.inference_mode():
-            logits = self._read(token_ids, cache, last_only=seen is None)
+            logits = self._read(token_ids, cache)
             cache.commit(list(range(len(token_ids))))
-            if seen is not None:
-                seen(0, logits)
-        yield logits[-1:]
+        yield logits
 
     @torch.inference_mode()
     def verify(self, root: int, tree: DraftTree, cache: PlainCache) -> torch.Tensor:
@@ -155,37 +155,37 @@ class PlainTarget:
         """
         if len(tree):
             raise ValueError(f"{len(tree)} drafted tokens for a model that cannot verify any")
-        return self._read([root], cache, last_only=True)
+        return self._read([root], cache)
 
-    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+    def verify_batch(self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Decode one token of each sequence, one after the other.
 
         Args:
             steps: Root, empty tree and cache of each sequence.
+            asked: None: there are no hidden states.
 
         Returns:
             For each sequence, its logits [1, vocabulary].
         """
         return [self.verify(step.root, step.tree, step.cache) for step in steps]
 
-    def _read(self, token_ids: Sequence[int], cache: PlainCache, *, last_only: bool) -> torch.Tensor:
-        """Read tokens behind the committed ones; logits [tokens, vocabulary], or [1, vocabulary] of the last."""
+    def _read(self, token_ids: Sequence[int], cache: PlainCache) -> torch.Tensor:
+        """Read tokens behind the committed ones; logits [1, vocabulary] of the last."""
         cache.tokens.extend(int(token) for token in token_ids)
         # A model that keeps nothing reads the whole text again.
         start = cache.length if cache.state else 0
         inputs: dict[str, Any] = {
             "position_ids": torch.arange(start, len(cache.tokens), device=self.device)[None],
             "use_cache": True,
+            "logits_to_keep": 1,
         }
-        if last_only:
-            inputs["logits_to_keep"] = 1
         inputs = {name: value for name, value in inputs.items() if name in self._parameters}
         output = self.model(torch.tensor([cache.tokens[start:]], device=self.device), **cache.state, **inputs)
         for name in _STATES:
             if name in self._parameters and output.get(name) is not None:
                 cache.state[name] = output[name]
         logits: torch.Tensor = output.logits[0]
-        return logits[-1:] if last_only else logits
+        return logits[-1:]
 
 
 def _tensors(value: Any, visited: set[int]) -> Iterator[torch.Tensor]:

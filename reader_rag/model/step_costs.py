@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from reader_rag.draft.kernels import pool as kernels
+from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.draft.step_table import StepTable
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import ConfigError
@@ -43,6 +44,9 @@ _EXPLORE_EVERY, _EXPLORE_NODES = 48, 3
 """After this many drafts in a row that did not pay, a small one is verified anyway, which corrects wrong costs."""
 _WIDEN_EVERY = 32
 """One draft in this many is extended to the next measured size, for the same reason."""
+_ASKED_GAIN = 0.005
+"""Steps that a computed position of a prompt saves, about: with up to 16 in each step, answers take up to 4% fewer
+steps, for up to 8 positions in each (docs/drafts.md)."""
 _REST_AFTER, _DRAFT_EVERY = 16, 4
 """After 16 steps in a row without a verified draft, a draft is made in one step of 4 only."""
 
@@ -79,10 +83,36 @@ class StepCosts:
         kernels.seconds(self._rows, self._base, self._slope, float(context), math.exp(self._load), known)
         return known
 
-    def growth(self, texts: int) -> float:
-        """How many times as long a pass takes that has a drafted node for each of so many texts as one without."""
-        known = self.seconds()
-        return float(known[min(2 * texts, len(known)) - 1] / known[min(texts, len(known)) - 1])
+    def head_seconds(self, rows: int, beside: int, context: int, share: float) -> Float64:
+        """Seconds that rows of the output head's product take, which are of no token of the pass.
+
+        Args:
+            rows: Most of them, at least 1.
+            beside: Positions of the pass, whose product they are rows of; 0: they have a product of their own.
+            context: Committed positions before the pass.
+            share: The head's share of a pass (`TargetModel.head_share`).
+
+        Returns:
+            float64 [rows + 1], for 0, 1, ... rows; not falling.
+        """
+        known = np.concatenate([np.zeros(1), self.seconds(context)])
+        within = np.minimum(beside + np.arange(rows + 1), len(known) - 1)
+        seconds: Float64 = share * (known[within] - known[within[0]])
+        return seconds
+
+    def best_asked(self, most: int, beside: int, context: int, share: float, sequences: int) -> int:
+        """How many positions of prompts to compute in a pass: as many as save more time than they take.
+
+        Args:
+            most: How many are asked for.
+            beside: Positions of the pass, whose product they are rows of; 0: they have a product of their own.
+            context: Committed positions before the pass.
+            share: The head's share of a pass (`TargetModel.head_share`).
+            sequences: Sequences of the pass; a position saves steps of one of them.
+        """
+        costs = self.head_seconds(most, beside, context, share)
+        saved = _ASKED_GAIN / sequences * float(self.seconds(context)[min(max(beside, 1), self._most_rows) - 1])
+        return int(np.argmax(saved * np.arange(most + 1) - costs))
 
     @property
     def max_nodes(self) -> int:
@@ -199,6 +229,17 @@ class Rest:
             self._plain = 0
         else:
             self._plain += bool(nodes)
+
+
+def asked_positions_pay(target: TargetModel) -> bool:
+    """Whether hidden states of prompts are worth keeping: whether their logits can ever save more than they take.
+
+    Rows of the step's own product of the head may take no time at all. A product of its own reads the head's weights.
+
+    Args:
+        target: The model.
+    """
+    return bool(target.hidden_width) and (target.cpu is not None or target.head_share <= ASKED * _ASKED_GAIN)
 
 
 def load_costs(target: TargetModel, max_nodes: int, folder: Path) -> StepCosts:

@@ -6,9 +6,8 @@ On the CPU, models of known classes are computed by `CpuForward` instead of thei
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,16 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from reader_rag.config import Forward
+from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import UnsupportedModelError
 from reader_rag.kv_cache.batch_cache import BatchCache
+from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.compiled.forward import CpuForward, Rows, head_width
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import LogitsCallback, Reuse, Step
+from reader_rag.model.interface import Reuse, Step
 
 PREFILL_CHUNK = 512
 """Prompt tokens of a prefill pass; bounds the memory of the attention mask and the activations."""
@@ -82,7 +83,10 @@ class Target:
         # What computes the states of all tokens, and what makes logits of them; some models do not name the first.
         inner = (model.get_decoder(), model.base_model, getattr(model, "model", None))
         self._decoder = next((part for part in inner if part is not None and part is not model), None)
-        self._head = model.get_output_embeddings()
+        self._head: Any = model.get_output_embeddings()
+        known = self.cpu is not None or self._decoder is not None
+        self.hidden_width = int(getattr(self._head, "in_features", 0)) if known else 0
+        self.head_share = _head_share(model)
         self._takes_positions = "position_ids" in parameters or branches
         self._switch = _switch_of_rotation(self.config)
         self._position_bytes = _position_bytes(self.config, model.dtype)
@@ -149,16 +153,15 @@ class Target:
         return positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
 
     def prefill_chunks(
-        self, token_ids: Sequence[int], cache: TreeCache, seen: LogitsCallback | None = None
+        self, token_ids: Sequence[int], cache: TreeCache, states: HiddenStates | None = None
     ) -> Iterator[torch.Tensor]:
         """Commit a prompt chunk by chunk, one with each step of the iterator.
 
         Args:
             token_ids: [length], at least one token.
             cache: Extended by `length` positions; of a sequence that is not in a batch yet.
-            seen: Called for each chunk, with logits after all its tokens that rank the next ones right (a model may
-                scale or cap them still); not called on a model that gives no more than its last logits. The logits
-                returned are computed as they are without it, to the last bit.
+            states: Extended by them too, for `verify_batch`; None: their hidden states are dropped. The logits are the
+                same, to the last bit.
 
         Yields:
             Logits after the last token of a chunk, [1, vocabulary].
@@ -176,31 +179,42 @@ class Target:
         if self.cpu is not None and self.cpu.prefills_faster:
             size = self.cpu.chunk
         for start in range(0, len(tokens), size):
-            chunk = tokens[start : start + size]
-            yield self._prefill_chunk(chunk, cache, None if seen is None else partial(seen, start))
+            yield self._prefill_chunk(tokens[start : start + size], cache, states)
 
     @torch.inference_mode()
-    def _prefill_chunk(
-        self, tokens: NDArray[np.int64], cache: TreeCache, seen: Callable[[torch.Tensor], None] | None
-    ) -> torch.Tensor:
+    def _prefill_chunk(self, tokens: NDArray[np.int64], cache: TreeCache, states: HiddenStates | None) -> torch.Tensor:
+        count = len(tokens)
         if self.cpu is not None and self.cpu.prefills_faster:
-            (logits,) = self.cpu([Rows.of_text(tokens, cache, len(tokens) - 1 if seen is None else 0)])
-            cache.commit(list(range(len(tokens))))
-            if seen is not None:
-                seen(logits)
-            return logits[-1:]
+            (logits,) = self.cpu([Rows.of_text(tokens, cache, count - 1, states)])
+            cache.commit(list(range(count)))
+            return logits
         cache.show(None)
-        positions = np.arange(cache.length, cache.length + len(tokens))
-        states: list[torch.Tensor] = []
-        with _outputs(self._decoder if seen is not None and self._last_only else None, states):
+        positions = np.arange(cache.length, cache.length + count)
+        with self._states_of_pass(wanted=states is not None) as found:
             logits = self._forward(tokens[None], positions[None], cache, **self._last_only)
-        cache.commit(list(range(len(tokens))))
+        cache.commit(list(range(count)))
         self._position_bytes = cache.nbytes // cache.capacity
-        if seen is not None and states:
-            seen(self._head(states[0][0]))
-        elif seen is not None and not self._last_only:
-            seen(logits[0])
+        if states is not None:
+            fits = bool(found) and found[0].shape[1:] == (count, self.hidden_width)
+            states.append(found[0][0] if fits else None, count)
         return logits[0, -1:]
+
+    @contextmanager
+    def _states_of_pass(self, *, wanted: bool) -> Iterator[list[torch.Tensor]]:
+        """Collects the hidden states of the model's own passes meanwhile, as `verify_batch` takes them."""
+        found: list[torch.Tensor] = []
+        if not wanted:
+            yield found
+            return
+        if self.cpu is not None:  # the compiled loops normalise them
+            hook = self.cpu.last_norm.register_forward_pre_hook(lambda _module, inputs: found.append(inputs[0]))
+        else:
+            assert self._decoder is not None
+            hook = self._decoder.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
+        try:
+            yield found
+        finally:
+            hook.remove()
 
     @torch.inference_mode()
     def verify(self, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
@@ -234,17 +248,34 @@ class Target:
         return self._forward(tokens[None], positions[None], cache, attention_mask=mask)[0, :rows]
 
     @torch.inference_mode()
-    def verify_batch(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+    def verify_batch(self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Verify the drafts of several sequences, in one pass where the model can.
 
         Args:
             steps: At least one, each with a cache of its own.
+            asked: Hidden states that a prefill kept, [n, `hidden_width`] each. No other logits depend on them: in the
+                compiled loops they are further rows of the head's product, elsewhere a product of their own.
 
         Returns:
-            For each the logits that `verify` returns.
+            For each step the logits that `verify` returns, then for each of `asked` its logits, [n, vocabulary]; these
+            rank tokens as the model does (it may scale or cap them still).
         """
         if self.cpu is not None:
-            return self.cpu([Rows.of_tree(step.root, step.tree, step.cache) for step in steps])
+            return self.cpu([Rows.of_tree(step.root, step.tree, step.cache) for step in steps], asked)
+        return [*self._verified(steps), *self._logits_of(asked)]
+
+    def _logits_of(self, asked: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The logits of hidden states in one product, of so many rows that few shapes occur."""
+        if not asked:
+            return ()
+        rows = torch.cat(list(asked)).to(self.model.dtype)
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % ASKED))
+        logits: torch.Tensor = self._head(padded)
+        parts: Sequence[torch.Tensor] = logits[: len(rows)].split([len(states) for states in asked])
+        return parts
+
+    def _verified(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """`verify_batch` of the steps alone, in the model's own forward pass."""
         if not self.pads or len(steps) == 1:
             return [self.verify(step.root, step.tree, step.cache) for step in steps]
         if self._switch is None:
@@ -332,19 +363,6 @@ def _padded(root: int, tree: DraftTree, width: int) -> tuple[NDArray[np.int64], 
     return tokens, depths, visible
 
 
-@contextmanager
-def _outputs(module: torch.nn.Module | None, outputs: list[torch.Tensor]) -> Iterator[None]:
-    """Adds what `module` returns (the first of it) to `outputs` meanwhile."""
-    if module is None:
-        yield
-        return
-    hook = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output[0]))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def keeps_state(model: PreTrainedModel) -> bool:
     """Whether the model says of itself that it keeps a state which cannot be rolled back."""
     config: Any = model.config.get_text_config(decoder=True)
@@ -374,6 +392,20 @@ def _position_bytes(config: Any, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one position in all layers, by what configurations usually say of them."""
     key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     return int(2 * config.num_hidden_layers * key_heads * head_width(config) * dtype.itemsize)
+
+
+def _head_share(model: PreTrainedModel) -> float:
+    """The head's part of the bytes that a pass over one position reads; tied weights are counted once."""
+    head = _bytes_of(model.get_output_embeddings())
+    inputs = _bytes_of(model.get_input_embeddings())
+    rows = sum(count for tensor, count in inputs.items() if tensor not in head)  # one of which is read
+    return sum(head.values()) / max(sum(_bytes_of(model).values()) - rows, 1) if head else 1.0
+
+
+def _bytes_of(module: torch.nn.Module | None) -> dict[int, int]:
+    """Bytes of each tensor of a module, by its id."""
+    tensors = () if module is None else (*module.parameters(), *module.buffers())
+    return {id(tensor): tensor.nbytes for tensor in tensors}
 
 
 def _switch_of_rotation(config: Any) -> int | None:

@@ -40,8 +40,8 @@ def test_all_ends_are_counted_and_nothing_is_left(engine: Engine) -> None:
 def test_a_wrong_answer_is_seen(engine: Engine) -> None:
     verify = engine.target.verify_batch
 
-    def wrong(steps: Sequence[Any]) -> list[torch.Tensor]:
-        logits = verify(steps)
+    def wrong(steps: Sequence[Any], asked: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        logits = verify(steps, asked)
         return [rows.roll(1, dims=-1) for rows in logits] if len(steps) > 1 else logits
 
     engine.target.verify_batch = wrong  # type: ignore[method-assign]

@@ -102,7 +102,7 @@ def save_profile(path: Path, size: int, name: str = "shifting") -> Path:
 
 
 def test_the_json_report_has_a_row_for_each_category(traces: Path, top8: Path) -> None:
-    report = replayed(traces, "--top8", top8)
+    report = replayed(traces, "--top8", top8, "--eager-successors")
     assert list(report["categories"]) == ["qa", "rag"]
     for row in report["categories"].values():
         assert {"prompts", "mat", "drafted_per_step", "us_per_draft_p50", "us_per_draft_p99"} <= set(row)
@@ -112,13 +112,18 @@ def test_the_json_report_has_a_row_for_each_category(traces: Path, top8: Path) -
     # qa: three tokens in three steps and five in three.
     assert mats(report) == {"qa": round(8 / 6, 4), "rag": 6.0}
     assert (report["nodes"], report["sources"], report["warm"]) == (64, ["context", "successor"], False)
+    assert report["eager_successors"]
+    # Lazily, what followed the prompt's first 1 is asked for in the first step, and known too late for it.
+    lazily = replayed(traces, "--top8", top8)
+    assert mats(lazily) == {"qa": round(8 / 6, 4), "rag": 3.0}
+    assert not lazily["eager_successors"]
     assert report["notes"] == []
     assert "peers" not in report
     assert "ablation" not in report
 
 
 def test_the_text_report_has_the_same_numbers(traces: Path, top8: Path) -> None:
-    result = bench("replay", traces, "--top8", top8, "--nodes", "8")
+    result = bench("replay", traces, "--top8", top8, "--nodes", "8", "--eager-successors")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "8 nodes, context + successor, no profile" in " ".join(result.stdout.split())
     rows = [line.replace("│", " ").split() for line in result.stdout.splitlines()]

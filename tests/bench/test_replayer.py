@@ -28,8 +28,9 @@ from reader_rag.draft.profile import Profile
 from reader_rag.errors import ConfigError
 
 COPIES = ReplayConfig(sources=("context",), calibrates=False)
-SUCCESSORS = ReplayConfig(sources=("successor",), calibrates=False)
-BOTH = ReplayConfig(calibrates=False)
+SUCCESSORS = ReplayConfig(sources=("successor",), calibrates=False, eager=True)
+BOTH = ReplayConfig(calibrates=False, eager=True)
+BOTH_LAZILY = ReplayConfig(nodes=4, calibrates=False)
 
 
 def trace(
@@ -77,6 +78,14 @@ def drafted(step: Step) -> list[int]:
     return [int(token) for token in step.tree.tokens]
 
 
+def paths(step: Step) -> list[list[int]]:
+    """The tokens from the root to each node."""
+    found: list[list[int]] = []
+    for token, parent in zip(drafted(step), step.tree.parents, strict=True):
+        found.append([*(found[parent] if parent >= 0 else []), token])
+    return found
+
+
 def counts(tally: Tally) -> dict[str, Any]:
     """All that is counted, but for the times."""
     held = {field.name: getattr(tally, field.name) for field in fields(Tally) if field.name != "microseconds"}
@@ -88,7 +97,7 @@ def counts(tally: Tally) -> dict[str, Any]:
 
 def test_the_default_settings_draft_64_nodes_from_all_sources_and_are_cold() -> None:
     config = ReplayConfig()
-    assert (config.nodes, config.sources, config.warm) == (64, ("context", "successor"), False)
+    assert (config.nodes, config.sources, config.warm, config.eager) == (64, ("context", "successor"), False, False)
     assert (config.calibrates, config.merges) == (True, True)
 
 
@@ -228,7 +237,7 @@ def test_what_an_earlier_step_computed_is_known() -> None:
     assert steps[2].places == (None, None, None)
 
 
-def test_the_prompt_is_learned_before_the_first_step_but_for_its_last_token() -> None:
+def test_an_eager_replay_learns_the_prompt_before_the_first_step_but_for_its_last_token() -> None:
     # The first 1 says 5, the last one says 8, which is right.             8
     held = trace((1, 5, 1), (8,))
     steps, _ = run(held, SUCCESSORS, rows(held, {0: [5], 2: [8]}))
@@ -236,10 +245,35 @@ def test_the_prompt_is_learned_before_the_first_step_but_for_its_last_token() ->
     assert steps[0].path == ()
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_what_follows_a_prompt_position_is_known_from_the_step_after_the_one_that_asked(eager: bool) -> None:
+    # The draft copies 2 3 4, and asks for what follows each of them: after "2 3" may come 5.
+    held = trace((1, 2, 3, 4, 1), (2, 3, 6, 1, 2, 9))
+    config = ReplayConfig(nodes=8, calibrates=False, eager=eager)
+    steps, _ = run(held, config, rows(held, {1: [7], 2: [5], 3: [8]}))
+    assert ([2, 3, 5] in paths(steps[0])) == eager
+    assert steps[-1].emitted == (2, 9)
+    assert [2, 3, 5] in paths(steps[-1])
+
+
+def test_positions_that_no_draft_asks_for_teach_nothing() -> None:
+    held = trace((1, 2, 8, 5, 1), (2, 9))
+    replayer = Replayer(BOTH_LAZILY, rows(held, {1: [7], 3: [6]}))
+    steps = replayer.run(held, Tally())
+    assert drafted(steps[0])[:2] == [2, 8]
+    assert replayer.successors.after(1, 2)[:1] == [7]
+    assert replayer.successors.after(8, 5)[:1] == [6]  # behind the copy: asked for ahead
+    far = trace((1, 2, *range(20, 60), 5, 1), (2, 9))
+    replayer = Replayer(BOTH_LAZILY, rows(far, {1: [7], 42: [6]}))
+    replayer.run(far, Tally())
+    assert replayer.successors.after(1, 2)[:1] == [7]
+    assert replayer.successors.after(59, 5) == []
+
+
 LATER = trace((1, 2, 3, 1, 2, 4, 1), (2, 3, 1, 2, 4, 1, 2, 3, 1, 3, 2, 1, 2, 4))
 
 
-@pytest.mark.parametrize("config", [SUCCESSORS, BOTH, ReplayConfig()])
+@pytest.mark.parametrize("config", [SUCCESSORS, BOTH, ReplayConfig(), BOTH_LAZILY])
 def test_rows_of_positions_whose_logits_are_not_computed_yet_change_no_draft(config: ReplayConfig) -> None:
     whole = giving_away(LATER)
     steps, _ = run(LATER, config, whole)
@@ -309,7 +343,7 @@ def test_without_merging_each_source_drafts_a_tree_of_its_own_and_the_better_one
 ) -> None:
     # Copies: 8 1 7. Successors: 3 after 7, and nothing after 7 3. 8 is accepted, 5 added; after 8 5 nobody drafts.
     #                                                                      8 5 | 6
-    config = ReplayConfig(sources=sources, calibrates=False, merges=False)
+    config = ReplayConfig(sources=sources, calibrates=False, merges=False, eager=True)
     steps, tally = run(MIXED, config, MIXED_ROWS)
     assert emitted(steps) == [(8, 5), (6,)]
     assert tally.accepted == {"context": 1}
@@ -319,7 +353,7 @@ def test_without_merging_each_source_drafts_a_tree_of_its_own_and_the_better_one
 
 def test_without_merging_each_source_has_an_equal_part_of_the_nodes() -> None:
     # One of three for copies, which takes 8, and one for successors, which takes 3.
-    _, tally = run(MIXED, ReplayConfig(nodes=3, calibrates=False, merges=False), MIXED_ROWS)
+    _, tally = run(MIXED, ReplayConfig(nodes=3, calibrates=False, merges=False, eager=True), MIXED_ROWS)
     assert tally.drafted == 1 + 1
 
 
@@ -358,7 +392,7 @@ def test_cold_answers_know_nothing_of_each_other() -> None:
 
 def test_warm_answers_draft_from_what_earlier_ones_taught() -> None:
     # 1 said 5; 5 said 2.                                                  5 2 7
-    replayer = Replayer(ReplayConfig(sources=("successor",), calibrates=False, warm=True), TWO_ROWS)
+    replayer = Replayer(ReplayConfig(sources=("successor",), calibrates=False, warm=True, eager=True), TWO_ROWS)
     replayer.run(FIRST, Tally())
     assert emitted(replayer.run(SECOND, Tally())) == [(5, 2, 7)]
 

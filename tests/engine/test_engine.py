@@ -258,17 +258,6 @@ def test_plain_decoding_learns_nothing(engine: Engine) -> None:
     assert repeated(engine, "u2").stats.steps == first.stats.steps
 
 
-def test_the_prompts_own_positions_teach_what_follows_its_tokens(engine: Engine) -> None:
-    prompt = engine.encode("abcdefghij")
-    engine.generate(prompt, SamplingParams(max_tokens=2), tenant="t", draft=DraftConfig(max_nodes=16))
-    with torch.inference_mode():
-        logits = engine.model(torch.tensor([list(prompt.token_ids)])).logits[0]
-    table = engine.context.draft_states.of("t", DraftConfig(max_nodes=16)).successors
-    for at in range(1, len(prompt.token_ids)):
-        best = int(logits[at].argmax())
-        assert table.after(prompt.token_ids[at - 1], prompt.token_ids[at])[0] == best
-
-
 # What ends an answer
 
 

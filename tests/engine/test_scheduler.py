@@ -133,13 +133,6 @@ ASKED = (
 )
 
 
-class TwiceForEveryText(EverythingPays):
-    """A pass takes twice as long with a node for each text."""
-
-    def growth(self, texts: int) -> float:
-        return 2.0
-
-
 def alone(engine: Engine, prompt: Prompt, generation: SamplingParams) -> Generation:
     """The answer that plain decoding gives to nothing but this."""
     scheduler = Scheduler(engine.context, BatchConfig(max_rows=1), engine.prefix_bytes)  # the engine's may be by hand
@@ -193,7 +186,7 @@ class TestAnswers:
         engine = make_engine(by_hand=True, max_rows=4)
         sizes: list[int] = []
         verify = engine.target.verify_batch
-        engine.target.verify_batch = lambda steps: sizes.append(len(steps)) or verify(steps)  # type: ignore
+        engine.target.verify_batch = lambda steps, asked: sizes.append(len(steps)) or verify(steps, asked)  # type: ignore
         for text in TEXTS:
             engine.submit(engine.encode(text), ask(speculate=False, max_tokens=8))
         streams = [engine.submit(engine.encode(text), ask(speculate=False, max_tokens=8)) for text in TEXTS[:4]]
@@ -473,10 +466,10 @@ class TestEnds:
         streams = [engine.submit(engine.encode(text), ask()) for text in TEXTS[:3]]
         poisoned = engine.target.new_cache(len(engine.encode(TEXTS[1]).token_ids) + 24, DRAFT.max_nodes).capacity
 
-        def out_of_memory(steps: Sequence[Any]) -> list[torch.Tensor]:
+        def out_of_memory(steps: Sequence[Any], asked: Sequence[Any]) -> list[torch.Tensor]:
             if len(steps) > 1 or steps[0].cache.capacity == poisoned:
                 raise torch.OutOfMemoryError("no room")
-            return verify(steps)
+            return verify(steps, asked)
 
         engine.target.verify_batch = out_of_memory  # type: ignore[method-assign]
         drain(engine)
@@ -964,29 +957,3 @@ class _nothing:  # noqa: N801
     def __enter__(self) -> None: ...
 
     def __exit__(self, *exc: object) -> None: ...
-
-
-@pytest.mark.parametrize(("costs", "texts", "learns"), [(EverythingPays(), 3, 3), (TwiceForEveryText(), 3, 0)])
-def test_prompts_teach_nothing_where_many_texts_share_passes_and_drafts_hardly_pay(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, costs: Any, texts: int, learns: int
-) -> None:
-    engine, taught = make_engine(by_hand=True, max_rows=3), []
-    engine.context.costs.current = costs
-    read = step_module.Target.prefill_chunks
-
-    def noted(self: Any, tokens: Any, cache: Any, seen: Any = None) -> Any:
-        taught.append(seen is not None)
-        return read(self, tokens, cache, seen)
-
-    monkeypatch.setattr(step_module.Target, "prefill_chunks", noted)
-    prompts = [engine.context.tokenize(text) for text in TEXTS[:texts]]
-    streams = [engine.submit(prompt, ask()) for prompt in prompts]
-    drain(engine)
-    assert taught.count(True) == learns
-    assert [stream.result.token_ids for stream in streams] == [
-        alone(engine, prompt, ask()).token_ids for prompt in prompts
-    ]
-    taught.clear()
-    stream = engine.submit(prompts[0], ask())
-    drain(engine)
-    assert (len(stream.result.token_ids), taught) == (24, [True])  # alone, drafts pay

@@ -638,7 +638,7 @@ def test_requests_advanced_together_answer_as_each_alone_and_give_their_rows_bac
     sequences = [DecodeSequence(engine.context, request) for request in requests]
     for sequence in sequences:
         while sequence.prefilling:
-            sequence.prefill(learn=True)
+            sequence.prefill()
     while running := [sequence for sequence in sequences if sequence.finish is None]:
         assert run_step(engine.context, running) == {}
         for sequence in running:

@@ -550,20 +550,6 @@ def test_a_model_that_does_not_go_on_from_copies_reuses_nothing(monkeypatch: pyt
     assert made(make_model("GPT2")).context.prefix_cache is None
 
 
-def test_the_rest_of_a_prompt_teaches_what_follows_its_tokens(llama: PreTrainedModel) -> None:
-    engine, draft = made(llama), DraftConfig(max_nodes=8)
-    prompt = Prompt((np.random.default_rng(0).permutation(VOCABULARY - 3) + 3).tolist())
-    settings = SamplingParams(max_tokens=2, ignore_eos=True)
-    for reused in (0, 64):
-        engine.context.draft_states.forget("t")
-        assert engine.generate(prompt, settings, tenant="t", draft=draft).stats.reused_tokens == reused
-    with torch.inference_mode():
-        logits = llama(torch.tensor([prompt.token_ids])).logits[0]
-    table = engine.context.draft_states.of("t", draft).successors
-    for at in range(65, len(prompt.token_ids)):
-        assert table.after(prompt.token_ids[at - 1], prompt.token_ids[at])[0] == int(logits[at].argmax())
-
-
 def test_it_can_be_turned_off_and_its_bound_is_checked(llama: PreTrainedModel) -> None:
     off = made(llama, prefix_bytes=0)
     assert (off.context.prefix_cache, off.context.reuse, off.prefix_bytes) == (None, None, 0)

@@ -1,32 +1,112 @@
-"""What a prompt's chunks show to the successor table, without changing the answer's first logits."""
+"""A prefill keeps hidden states from which later passes compute logits, and neither changes a bit of anything else."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from random_trees import random_tokens
+from random_trees import random_tokens, random_tree
 from tiny_models import TREES, VOCABULARY, make_model
 
+from reader_rag.draft.prompt_successors import ASKED
+from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.model import target as step
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import prefill
+from reader_rag.model.interface import Step, prefill
 from reader_rag.model.target import Target
+
+LENGTH = 40
+TEXT = random_tokens(5, LENGTH, VOCABULARY)
+
+
+def kept(target: Target, room: int) -> tuple[HiddenStates, object, torch.Tensor]:
+    """The hidden states of `TEXT`, its cache, and the logits after it."""
+    states = HiddenStates(LENGTH, target.hidden_width, target.device)
+    cache = target.new_cache(LENGTH + room, room)
+    (*_, logits) = target.prefill_chunks(TEXT, cache, states)
+    return states, cache, logits
+
+
+def assert_ranks(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """The most likely tokens are among the first; states are stored in 16 bits."""
+    assert got.shape == expected.shape
+    assert (got.topk(3).indices == expected.argmax(-1, keepdim=True)).any(-1).all()
 
 
 @pytest.mark.parametrize("fixed", [None, FixedShape(width=5, bucket=64)])
 @pytest.mark.parametrize("name", sorted(TREES))
-def test_what_is_seen_of_a_prompt_changes_no_bit_and_ranks_what_comes_next(
+def test_states_of_a_prompt_rank_what_comes_next_and_change_no_bit(
     name: str, fixed: FixedShape | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step, "PREFILL_CHUNK", 32)
     model = make_model(name)
-    target, text = Target(model, fixed, forward="torch"), random_tokens(5, 40, VOCABULARY)
-    seen: dict[int, torch.Tensor] = {}
-    unseen = prefill(target, text, target.new_cache(40, 1))
-    logits = prefill(target, text, target.new_cache(40, 1), seen.__setitem__)
-    assert torch.equal(logits, unseen)
+    target = Target(model, fixed, forward="torch")
+    states, cache, logits = kept(target, 8)
+    assert torch.equal(logits, prefill(target, TEXT, target.new_cache(LENGTH + 8, 8)))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert states.length == LENGTH
     with torch.inference_mode():
-        whole = model(torch.tensor([text]), use_cache=False).logits[0]
-    assert sorted(seen) == [0, 32]
-    assert torch.equal(torch.cat([seen[0], seen[32]]).argmax(-1), whole.argmax(-1))
-    assert not any(module._forward_hooks for module in model.modules())
+        whole = model(torch.tensor([TEXT]), use_cache=False).logits[0]
+    one = Step(7, random_tree(0, 4, VOCABULARY) if fixed is None else random_tree(0, 0, VOCABULARY), cache)
+    (alone,) = target.verify_batch([one])
+    positions = list(range(LENGTH))
+    beside, first, second = target.verify_batch([one], [states.take(positions[:3]), states.take(positions[3:])])
+    assert torch.equal(beside, alone)
+    assert_ranks(torch.cat([first, second]), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("asked", [1, 3, ASKED])
+def test_in_the_compiled_loops_they_are_rows_of_the_steps_own_product(
+    dtype: torch.dtype, slow: bool, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reader_rag.model.compiled.forward.slow_products", lambda: slow)
+    model = make_model("Llama").to(dtype)
+    target = Target(model)
+    assert target.cpu is not None
+    assert target.cpu.prefills_faster == (slow and dtype != torch.float32)
+    states, cache, _ = kept(target, 8)
+    tree = random_tree(0, 6, VOCABULARY)
+    (alone,) = target.verify_batch([Step(7, tree, cache)])
+    positions = list(range(LENGTH - asked, LENGTH))
+    beside, rows = target.verify_batch([Step(7, tree, cache)], [states.take(positions)])
+    assert torch.equal(beside, alone)
+    with torch.inference_mode():
+        whole = model(torch.tensor([TEXT]), use_cache=False).logits[0].float()
+    assert_ranks(rows, whole[positions])
+
+
+def test_products_of_their_own_have_few_shapes() -> None:
+    target = Target(make_model("Llama"), forward="torch")
+    states, cache, _ = kept(target, 8)
+    shapes: list[int] = []
+    head = target.model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _module, inputs: shapes.append(len(inputs[0])))
+    for counts in ((1,), (ASKED,), (3, ASKED)):
+        one = Step(7, random_tree(0, 0, VOCABULARY), cache)
+        logits = target.verify_batch([one], [states.take(list(range(count))) for count in counts])
+        assert [len(rows) for rows in logits[1:]] == list(counts)
+    hook.remove()
+    assert [shape for shape in shapes if shape > 1] == [ASKED, ASKED, 2 * ASKED]
+
+
+def test_hidden_states_are_copied_up_to_the_first_position_without_one() -> None:
+    states = HiddenStates(6, 2, torch.device("cpu"))
+    rows = torch.arange(12.0).reshape(6, 2)
+    states.append(rows[:3], 4)
+    states.append(rows[4:], 2)
+    assert states.known.tolist() == [True, True, True, False, True, True]
+    assert states.nbytes == HiddenStates.bytes_for(6, 2) == 24
+
+    def copied(start: int, stop: int) -> list[list[float]] | None:
+        found = states.copy(start, stop)
+        return None if found is None else found.tolist()
+
+    assert copied(0, 2) == rows[:2].tolist()
+    assert copied(2, 6) == rows[2:3].tolist()
+    assert copied(3, 6) is None
+    assert copied(4, 8) == rows[4:].tolist()
+    assert copied(6, 8) is None
+    assert states.take([5, 0]).tolist() == rows[[5, 0]].tolist()
+    states.release()
+    assert (states.nbytes, states.copy(0, 2)) == (0, None)

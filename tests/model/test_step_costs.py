@@ -92,10 +92,24 @@ def test_trees_beyond_what_was_measured_are_cut() -> None:
     assert _best_size(costs_of([1, 2, 3], [1.0, 1.0, 1.0]), _chain(0.9, 0.8, 0.7, 0.6)) == 2
 
 
-def test_growth_is_that_of_a_pass_by_a_node_for_each_text() -> None:
-    costs = costs_of([1, 2, 4, 8], [1.0, 1.0, 1.0, 2.0])
-    assert [costs.growth(texts) for texts in (1, 2, 4, 8)] == [1.0, 1.0, 2.0, 2.0]
-    assert costs.growth(600) == 1.0  # beyond what costs are known for
+def test_rows_of_the_heads_product_take_the_heads_share_of_what_a_wider_pass_takes() -> None:
+    costs = costs_of([1, 2, 4, 8], [1.0, 1.0, 1.0, 3.0])
+    assert costs.head_seconds(6, 2, 0, 0.5).tolist() == [0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
+    assert costs.head_seconds(2, 0, 0, 0.5).tolist() == [0.0, 0.5, 0.5]  # a product of its own reads all weights
+    assert costs.head_seconds(2, 600, 0, 0.5).tolist() == [0.0, 0.0, 0.0]  # beyond what costs are known for
+
+
+def test_positions_of_prompts_are_computed_where_they_take_next_to_nothing() -> None:
+    stairs = costs_of([1, 4, 5, 8], [1.0, 1.0, 2.0, 2.0])
+    assert stairs.best_asked(16, 2, 0, 0.2, 1) == 2  # the rows up to the next stair
+    assert stairs.best_asked(1, 2, 0, 0.2, 1) == 1
+    assert stairs.best_asked(0, 2, 0, 0.2, 1) == 0
+    assert stairs.best_asked(3, 3, 0, 0.001, 1) == 3  # the head is next to nothing of the pass
+    flat = costs_of([1, 64], [1.0, 1.0])
+    assert flat.best_asked(16, 9, 0, 0.9, 8) == 16
+    assert flat.best_asked(16, 0, 0, 0.9, 1) == 0  # a product of its own is most of a pass
+    assert flat.best_asked(16, 0, 0, 0.01, 1) == 16
+    assert flat.best_asked(16, 0, 0, 0.01, 16) == 0  # and what it saves is a part of one sequence of many
 
 
 def test_a_busy_machine_is_slower_at_all_sizes_alike() -> None:

@@ -48,6 +48,13 @@ def replay(
         bool, typer.Option(help="Correct estimated probabilities by what was accepted before.")
     ] = True,
     warm: Annotated[bool, typer.Option(help="Keep what is learned from one answer for the next.")] = False,
+    eager: Annotated[
+        bool,
+        typer.Option(
+            "--eager-successors",
+            help="Know the successors of all prompt positions at once, not only those that drafts ask for.",
+        ),
+    ] = False,
     explain: Annotated[str | None, typer.Option(help="Show this answer step by step instead.", metavar="ID")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Model whose tokenizer --explain shows text with.", show_default="token ids")
@@ -66,7 +73,11 @@ def replay(
     from reader_rag.bench.replay.replayer import replay as run
 
     config = ReplayConfig(
-        nodes=nodes, sources=tuple(s for s in sources.split(",") if s), warm=warm, calibrates=calibration
+        nodes=nodes,
+        sources=tuple(s for s in sources.split(",") if s),
+        warm=warm,
+        calibrates=calibration,
+        eager=eager,
     )
     recorded, best, known, notes = _read(traces, top8, profile, categories, limit, config)
     if explain is not None:
@@ -78,6 +89,7 @@ def replay(
         "nodes": nodes,
         "sources": list(config.sources),
         "warm": warm,
+        "eager_successors": eager,
         "datastore": None if datastore is None else str(datastore),
         "profile": known.name if known is not None else None,
         "categories": {category: tally.summary() for category, tally in tallies.items()},

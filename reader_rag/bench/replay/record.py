@@ -8,17 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
 from reader_rag.bench.inputs import BenchPrompt
 from reader_rag.config import SamplingParams
-from reader_rag.draft.successor_table import BEST
+from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.engine import Engine
 from reader_rag.model.interface import prefill
 from reader_rag.sampling.topk import top_tokens
+
+_AT_ONCE = 64
+"""Most positions whose next tokens are computed in a pass."""
 
 
 def record(
@@ -67,13 +69,19 @@ def best_after(engine: Engine, tokens: Sequence[int]) -> NDArray[np.int32]:
     Returns:
         int32 [tokens, 8], most probable first.
     """
-    best = np.zeros((len(tokens), BEST), np.int32)
-
-    def seen(start: int, logits: torch.Tensor) -> None:
-        best[start : start + len(logits)] = top_tokens(logits)
-
-    prefill(engine.target, tokens, engine.target.new_cache(len(tokens), 0), seen)
-    return best
+    target = engine.target
+    cache = target.new_cache(len(tokens), _AT_ONCE - 1)
+    best = [top_tokens(prefill(target, tokens[:1], cache))]
+    start = 1
+    while start < len(tokens):
+        deepest = target.deepest(cache.length)
+        most = _AT_ONCE if deepest is None else min(_AT_ONCE, deepest + 1)
+        root, *chain = tokens[start : start + most]
+        best.append(top_tokens(target.verify(root, DraftTree.from_chain(chain), cache)))
+        cache.commit(list(range(1 + len(chain))))
+        start += 1 + len(chain)
+    cache.release()
+    return np.concatenate(best)
 
 
 def _save_rows(rows: Mapping[str, NDArray[np.int32]], path: Path) -> None:

@@ -17,6 +17,7 @@ from reader_rag.datastore import Datastore
 from reader_rag.draft import SOURCES, Calibration, ContextIndex, DraftTree, Occurrence, SuccessorTable, TreeBuilder
 from reader_rag.draft.builtin_sources import BuiltinSource
 from reader_rag.draft.profile import Profile
+from reader_rag.draft.prompt_successors import PromptSuccessors
 from reader_rag.draft.source import Budget, RequestState, Verified
 from reader_rag.draft.tree import DATASTORE, SUCCESSOR
 from reader_rag.engine.datastore_lookup import RequestLookup
@@ -44,6 +45,8 @@ class ReplayConfig:
         calibrates: Whether estimates are corrected: by the shipped counts, and by what is counted while running.
         merges: False drafts a tree of its own from each source, with an equal part of the nodes.
         min_probability: Least path probability of a node.
+        eager: Successors of all prompt positions are known before the first draft; False: those that a draft asks for
+            are known from the next step on, as in an engine.
     """
 
     nodes: int = 64
@@ -52,6 +55,7 @@ class ReplayConfig:
     calibrates: bool = True
     merges: bool = True
     min_probability: float = 0.0001
+    eager: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple(dict.fromkeys(self.sources)))
@@ -203,8 +207,14 @@ class Replayer:
         sources = self._sources(trace)
         text = np.array([*trace.prompt, *trace.output], np.int32)
         best = self._best.get(trace.id)
-        if best is not None:  # the prompt's last token is the first step's root
-            self.successors.learn_text(text, 0, best[: len(trace.prompt) - 1])
+        # The prompt's last token is the first step's root.
+        before_root = len(trace.prompt) - 1
+        prompt: PromptSuccessors | None = None
+        if best is not None and self.config.eager:
+            self.successors.learn_text(text, 0, best[:before_root])
+        elif best is not None:
+            prompt = PromptSuccessors(sources[0].index, self.successors)
+            prompt.add(np.ones(before_root, np.bool_))
         emitted = 0
         steps = []
         while emitted < len(trace.output):
@@ -213,6 +223,11 @@ class Replayer:
             started = time.perf_counter()
             trees = [source.propose(state, _UNBOUNDED) for source in sources]
             tally.microseconds.append((time.perf_counter() - started) * 1e6)
+            if best is not None and prompt is not None:
+                # Unlike an engine, a replay does not know what follows rejected nodes: it asks for all of them.
+                for tree in trees:
+                    asked = prompt.ask(tree)
+                    prompt.learn(asked, best[asked])
             best_of, path = _best_path(trees, ahead)
             tree, index = trees[best_of], sources[best_of].index
             tokens = tuple(ahead[: len(path) + 1])

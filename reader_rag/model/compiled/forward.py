@@ -14,9 +14,11 @@ import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from transformers import PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
+from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.compiled.weights import UnknownPartError, Weights, padded
 from reader_rag.model.cpu.attention import Caches, Paths, Rotation
@@ -49,6 +51,7 @@ class Rows:
         paths: int32 [rows, longest], the rows of each row's path from its first to itself; what follows is not read.
         cache: Made with `layers`, `heads`, `width` and `dtype` of the pass.
         first_logits: The first row whose logits are wanted.
+        states: Receives the hidden states of the rows, before the last normalisation; None: they are dropped.
     """
 
     tokens: NDArray[np.int64]
@@ -56,6 +59,7 @@ class Rows:
     paths: NDArray[np.int32]
     cache: TreeCache
     first_logits: int = 0
+    states: HiddenStates | None = None
 
     @classmethod
     def of_tree(cls, root: int, tree: DraftTree, cache: TreeCache) -> Rows:
@@ -65,11 +69,13 @@ class Rows:
         return cls(tokens, depths, tree.paths, cache)
 
     @classmethod
-    def of_text(cls, tokens: NDArray[np.int64], cache: TreeCache, first_logits: int) -> Rows:
+    def of_text(
+        cls, tokens: NDArray[np.int64], cache: TreeCache, first_logits: int, states: HiddenStates | None = None
+    ) -> Rows:
         """Tokens one behind the other."""
         order = np.arange(len(tokens))
         paths = np.broadcast_to(order.astype(np.int32), (len(tokens), len(tokens))).copy()
-        return cls(tokens, order, paths, cache, first_logits)
+        return cls(tokens, order, paths, cache, first_logits, states)
 
 
 class CpuForward:
@@ -82,6 +88,7 @@ class CpuForward:
         heads: Key heads.
         width: Of a head.
         chunk: Rows of a prompt that are worth computing at once.
+        last_norm: The module whose inputs are hidden states as `__call__` takes and gives them.
     """
 
     chunk = 64
@@ -89,6 +96,7 @@ class CpuForward:
     def __init__(self, model: PreTrainedModel) -> None:
         self._dtype = getattr(model, "cache_dtype", model.dtype)
         self._rotary = cast(Any, model).model.rotary_emb
+        self.last_norm: nn.Module = cast(Any, model).model.norm
         self._weights = Weights.of(model)
         self.width = int(cast(Any, model).model.layers[0].self_attn.head_dim)
         self.heads = self._weights.sizes["k"] // self.width
@@ -120,14 +128,15 @@ class CpuForward:
         """Whether prompts too are faster here than in PyTorch; by the kind of CPU, so that rounding never varies."""
         return self._weights.is_int8 or (self._dtype != torch.float32 and slow_products())
 
-    def __call__(self, texts: Sequence[Rows]) -> list[torch.Tensor]:
+    def __call__(self, texts: Sequence[Rows], asked: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """One pass over rows of any number of texts. Keys and values are written behind each text's committed ones.
 
         Args:
             texts: At least one; each with a cache of its own.
+            asked: Hidden states of earlier rows, [rows, hidden width] each, whose logits are wanted too.
 
         Returns:
-            For each text float32 [its rows - first_logits, vocabulary].
+            For each text float32 [its rows - first_logits, vocabulary], then for each of `asked` [rows, vocabulary].
         """
         for text in texts:
             if text.cache.length + len(text.tokens) > text.cache.capacity:
@@ -143,16 +152,20 @@ class CpuForward:
         angles = self._angles(max(text.cache.length + int(text.depths.max()) + 1 for text in texts))
         rows, weights = len(tokens), self._weights
         x = weights.embed(tokens)
-        wanted = [np.arange(starts[n] + text.first_logits, starts[n + 1]) for n, text in enumerate(texts)]
-        chosen = np.concatenate(wanted)
-        last = np.zeros((padded(len(chosen)), x.shape[1]), np.float32)
+        spans = [slice(starts[n] + text.first_logits, starts[n + 1]) for n, text in enumerate(texts)]
+        wanted = [*(x[span] for span in spans), *(states.float().numpy() for states in asked)]  # views of what comes
+        count = sum(map(len, wanted))
+        last = np.zeros((padded(count), x.shape[1]), np.float32)
         logits = np.empty((len(last), weights.vocabulary), np.float32)
-        buffers, head_inputs = weights.buffers(rows), weights.head_inputs(len(chosen))
+        buffers, head_inputs = weights.buffers(rows), weights.head_inputs(count)
         with numba_threads():
             compute_layers(x, rows, weights.layers, angles, Paths(depths, paths), caches, buffers)
-            last[: len(chosen)] = x[chosen]
-            norm_and_project(last, len(chosen), weights.norm, head_inputs, weights.head, logits)
-        return list(torch.from_numpy(logits[: len(chosen)]).split([len(rows) for rows in wanted]))
+            np.concatenate(wanted, out=last[:count])
+            norm_and_project(last, count, weights.norm, head_inputs, weights.head, logits)
+        for text, start in zip(texts, starts, strict=False):
+            if text.states is not None:
+                text.states.append(torch.from_numpy(x[start : start + len(text.tokens)]), len(text.tokens))
+        return list(torch.from_numpy(logits[:count]).split([len(rows) for rows in wanted]))
 
     def _caches(self, texts: Sequence[Rows], starts: NDArray[np.int64]) -> Caches:
         arrays = [text.cache.arrays for text in texts]
