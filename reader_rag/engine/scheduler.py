@@ -292,11 +292,9 @@ class Scheduler:
         self._worker, self._closing = None, False
         return True
 
-    @property
-    def idle_after_s(self) -> float | None:
+    def idle_pause_s(self, idling: bool) -> float | None:
         """Seconds without a request after which the profile task goes on; None: it does not."""
-        task = self.profile_task
-        return task.limits.after_s if task is not None and task.wanted else None
+        return None if self.profile_task is None else self.profile_task.pause_s(idling)
 
     def work(self) -> None:
         """Decode until there is nothing left to do; on the worker thread."""
@@ -431,11 +429,10 @@ def _work(scheduler: weakref.ref[Scheduler], changed: threading.Condition) -> No
     idling = False
     while True:
         there = scheduler()
-        after = None if there is None else there.idle_after_s
+        pause = None if there is None else there.idle_pause_s(idling)
         del there
         with changed:
-            pause = _IDLE_S if after is None else 0.0 if idling else after
-            idling = not changed.wait_for(awaited, pause) and after is not None
+            idling = not changed.wait_for(awaited, _IDLE_S if pause is None else pause) and pause is not None
             there = scheduler()
             if there is None or (not idling and there.ends()):
                 return

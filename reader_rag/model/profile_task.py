@@ -8,6 +8,7 @@ how far it has come changes no token of any answer.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -35,7 +36,10 @@ _LEAST, _MOST = 3, 127
 _AIM = 0.8
 """Share of `ProfileLimits.batch_s` that a pass is made to take."""
 _TOO_SLOW, _SLOW_PASSES = 4.0, 3
-"""A model whose shortest pass takes this many times `batch_s`, so many times in a row, is left without a profile."""
+"""A model whose shortest pass takes this many times `batch_s` of time and of processor time, so many times in a row, is
+left without a profile."""
+_BUSY_S = 10.0
+"""Seconds for which nothing is computed after a pass that was slow because other programs use the processors."""
 _RETRY_S = 60.0
 """Seconds after which a task that found another process at work looks again."""
 
@@ -103,7 +107,7 @@ class ProfileTask:
         self._cpu_s = self._unsaved_s = 0.0
         self._lock: BaseFileLock | None = None
         self._may_run = False
-        self._not_before: float | None = None
+        self._not_before = -math.inf
         self._stopped = self._keeps = False
         self._saving: threading.Thread | None = None
         self._warned = False
@@ -117,11 +121,19 @@ class ProfileTask:
         return self._builder.done / max(len(self._builder.tokens), 1)
 
     @property
-    def wanted(self) -> bool:
-        """Whether there is something to compute now."""
+    def stopped(self) -> bool:
+        """Whether nothing is to be computed any more."""
+        return self._stopped
+
+    def pause_s(self, idling: bool) -> float | None:
+        """Seconds without a request after which `run` is to be called; None: never.
+
+        Args:
+            idling: Whether there was no request since it was called last.
+        """
         if self._stopped:
-            return False
-        return self._not_before is None or self._clock() >= self._not_before
+            return None
+        return max(0.0 if idling else self.limits.after_s, self._not_before - self._clock())
 
     def run(self) -> None:
         """Compute one pass; on the thread that decodes, while no request runs."""
@@ -149,7 +161,6 @@ class ProfileTask:
 
     def _begin(self) -> bool:
         """Lock the file and read what others computed; whether this task is to compute."""
-        self._not_before = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self._path.with_suffix(".lock"), thread_local=False)
@@ -170,12 +181,14 @@ class ProfileTask:
     def _advance(self) -> None:
         count, before, cpu_before = self._count, self._clock(), self._cpu_clock()
         self._builder.advance(count)
-        seconds = self._clock() - before
-        self._cpu_s += self._cpu_clock() - cpu_before
+        seconds, cpu_s = self._clock() - before, self._cpu_clock() - cpu_before
+        self._cpu_s += cpu_s
         self._unsaved_s += seconds
         self._count = _next_count(count, seconds, self.limits.batch_s)
-        too_slow = count == _LEAST and seconds > _TOO_SLOW * self.limits.batch_s
-        self._slow = self._slow + 1 if too_slow else 0
+        slow = _TOO_SLOW * self.limits.batch_s
+        self._slow = self._slow + 1 if count == _LEAST and min(seconds, cpu_s) > slow else 0
+        if seconds > slow >= cpu_s:
+            self._not_before = self._clock() + _BUSY_S
         self._report(self.share)
         if not self._end_if_done() and self._unsaved_s >= self.limits.save_every_s:
             self._save_beside()
@@ -299,7 +312,7 @@ def load_profile(
         rows = min(len(known.tokens), len(builder.tokens))
         builder.tokens[:rows] = np.where(known.tokens[:rows] < len(builder.tokens), known.tokens[:rows], -1)
     task = ProfileTask(builder, name, model_fingerprint(target.model), folder, report=report)
-    computes = computes and task.wanted
+    computes = computes and not task.stopped
     if not computes and not builder.done:
         return known, None
     return Profile(name, vocabulary, builder.tokens), task if computes else None

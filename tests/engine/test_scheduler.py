@@ -41,7 +41,6 @@ from reader_rag.engine.scheduler import Scheduler
 from reader_rag.engine.stream import GenerationStream
 from reader_rag.errors import BatchError, BusyError, ConfigError, NestedCallError, PromptError
 from reader_rag.model import target as step_module
-from reader_rag.model.profile_task import ProfileLimits
 from reader_rag.sampling.topk import rank_passes
 
 TEXTS = (
@@ -559,17 +558,14 @@ class TestEnds:
 class IdleTask:
     """Counts its passes; each waits until the test lets it end."""
 
-    limits = ProfileLimits(after_s=0.0)
-
     def __init__(self, passes: int) -> None:
         self.left = passes
         self.begun = 0
         self.closed = False
         self.may_end = threading.Semaphore(0)
 
-    @property
-    def wanted(self) -> bool:
-        return self.left > 0 and not self.closed
+    def pause_s(self, idling: bool) -> float | None:
+        return 0.0 if self.left > 0 and not self.closed else None
 
     def run(self) -> None:
         self.begun += 1

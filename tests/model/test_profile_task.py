@@ -83,7 +83,7 @@ def expected(tiny_engine: Engine) -> Profile:
 def run(task: ProfileTask, passes: int = 1000) -> int:
     """Run passes as long as some are wanted; returns how many there were."""
     count = 0
-    while task.wanted and count < passes:
+    while task.pause_s(idling=True) == 0.0 and count < passes:
         task.run()
         count += 1
     return count
@@ -156,7 +156,7 @@ def test_closing_writes_what_was_computed_and_ends_the_task(
     assert not profile_path(tmp_path, MODEL).exists()
     task.close()
     assert written(tmp_path).done == 3 + 7
-    assert not task.wanted
+    assert task.stopped
     with FileLock(profile_path(tmp_path, MODEL).with_suffix(".lock"), timeout=0):
         pass
 
@@ -219,10 +219,11 @@ def test_only_one_process_at_a_time_computes(
     first, second = make_task(), make_task()
     run(first, 2)
     assert run(second) == 1
+    began = clock.now
     assert second._builder.done == 0
     run(first)
     first.close()
-    assert not second.wanted
+    assert second.pause_s(idling=True) == pytest.approx(60.0 - (clock.now - began))
     clock.now += 60.0  # after which it looks again, and finds the other's
     passes = len(clock.passes)
     run(second)
@@ -250,8 +251,8 @@ def test_no_more_is_computed_once_the_processor_time_is_spent(
     assert found.done == 103
     assert np.array_equal(found.tokens[:103], expected.tokens[:103])
     assert not found.complete
-    assert make_task(cpu_s=0.2).wanted is False
-    assert make_task(cpu_s=0.3).wanted is True
+    assert make_task(cpu_s=0.2).stopped
+    assert not make_task(cpu_s=0.3).stopped
 
 
 def test_a_model_that_is_too_slow_has_none(make_task: Callable[..., ProfileTask], clock: Clock) -> None:
@@ -259,6 +260,29 @@ def test_a_model_that_is_too_slow_has_none(make_task: Callable[..., ProfileTask]
     task = make_task()
     assert run(task) == 3
     assert clock.passes == [3, 3, 3]
+
+
+def test_a_task_waits_while_other_programs_use_the_processors(
+    make_task: Callable[..., ProfileTask], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock.seconds = lambda tokens: 0.3
+    task = make_task()
+    monkeypatch.setattr(task, "_cpu_clock", lambda: clock.now / 3)  # a third of the time it had a processor
+    assert run(task) == 1
+    assert task.pause_s(idling=True) == pytest.approx(10.0)
+    clock.now += 10.0
+    clock.seconds = lambda tokens: 0.01
+    run(task)
+    assert task.share == 1.0
+
+
+def test_a_task_goes_on_some_seconds_after_a_request(make_task: Callable[..., ProfileTask]) -> None:
+    task = make_task()
+    assert task.pause_s(idling=False) == 2.0
+    task.run()
+    assert (task.pause_s(idling=True), task.pause_s(idling=False)) == (0.0, 2.0)
+    task.close()
+    assert task.pause_s(idling=True) is None
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
@@ -305,7 +329,7 @@ def test_a_pass_that_fails_ends_the_task_with_a_message(
 
     monkeypatch.setattr(ProfileBuilder, "advance", fail)
     task.run()
-    assert not task.wanted
+    assert task.stopped
     assert [record.message for record in caplog.records] == ["no profile of tiny is computed: out of memory"]
 
 
@@ -415,5 +439,5 @@ def test_an_engine_computes_its_profile_while_it_is_idle_unless_it_is_off(
     assert (prior[:3] >= 0).all()
     assert (prior[3:] == -1).all()
     engine.close()
-    assert not task.wanted
+    assert task.stopped
     assert Profile.load(profile_path(cache, model_fingerprint(tiny_model))).done == 3
