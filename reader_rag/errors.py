@@ -74,6 +74,10 @@ class GrammarError(ReaderError):
     """The grammar of an answer cannot be followed any further."""
 
 
+class ToolCallError(ReaderError, ValueError):
+    """An answer has no tool call, or one whose arguments the tool's schema refuses."""
+
+
 class IncompleteAnswerError(ReaderError):
     """An answer ended before it was a whole object of the requested class."""
 

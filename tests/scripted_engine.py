@@ -77,9 +77,11 @@ class ScriptedEngine:
     def encode(self, text: str) -> Prompt:
         return Prompt(self.tokenizer(text)["input_ids"], text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         self.chats.append([dict(message) for message in messages])
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = self.tokenizer.apply_chat_template(
+            messages, tools=[dict(tool) for tool in tools] or None, tokenize=False, add_generation_prompt=True
+        )
         return Prompt(self.tokenizer(text, add_special_tokens=False)["input_ids"], text)
 
     def submit(

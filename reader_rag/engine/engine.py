@@ -205,16 +205,17 @@ class Engine:
         """Raw text to a prompt, with the special tokens that the tokenizer itself adds."""
         return self._encoder.encode(text, special=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """Messages to a prompt through the tokenizer's chat template, up to where the assistant speaks.
 
         Args:
             messages: Mappings with "role" and "content".
+            tools: Tools for a chat template that describes them, in OpenAI's form.
 
         Raises:
             ConfigError: The tokenizer has no chat template, or the template refuses these messages.
         """
-        return self._encoder.encode_chat(messages)
+        return self._encoder.encode_chat(messages, tools)
 
     # -- requests --
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ToolCallBlock
 
 from reader_rag.errors import ConfigError
 
@@ -18,26 +19,105 @@ _TEMPLATE_ROLES = {
     MessageRole.MODEL: "assistant",
 }
 
+_TOOLS = """You can call these tools:
+{tools}
+To call a tool, answer with one line of JSON and nothing else: {{"name": "TOOL", "arguments": {{...}}}}
+To call several, write one such line for each. When you know the answer, write it in plain text."""
 
-def template_message(message: ChatMessage) -> dict[str, str]:
+
+def template_message(message: ChatMessage, called: Mapping[str | None, str] | None = None) -> dict[str, Any]:
     """Convert a message.
 
     Args:
         message: The message.
+        called: Names of tools by the ids of their calls, for the results of tools.
 
     Returns:
-        A dict with "role" and "content".
+        A dict with "role" and "content", and the "tool_calls" of an assistant's message.
 
     Raises:
-        ConfigError: The message has a block that is not text.
+        ConfigError: The message has a block that is neither text nor an assistant's tool call.
     """
+    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     for block in message.blocks:
-        if not isinstance(block, TextBlock):
+        if not isinstance(block, (TextBlock, ToolCallBlock)):
             raise ConfigError(f"this model takes text only; leave the {type(block).__name__} out of the message")
-    return {"role": _TEMPLATE_ROLES.get(message.role, message.role.value), "content": message.content or ""}
+    converted: dict[str, Any] = {
+        "role": _TEMPLATE_ROLES.get(message.role, message.role.value),
+        "content": message.content or "",
+    }
+    if calls:
+        converted["tool_calls"] = [
+            {
+                "type": "function",
+                "id": block.tool_call_id,
+                "function": {"name": block.tool_name, "arguments": _arguments_of(block)},
+            }
+            for block in calls
+        ]
+    if message.role == MessageRole.TOOL:
+        id_ = message.additional_kwargs.get("tool_call_id")
+        converted |= {"tool_call_id": id_, "name": (called or {}).get(id_, "tool")}
+    return converted
 
 
-def join_system(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Convert the messages of a chat; see `template_message`.
+
+    Args:
+        messages: The messages.
+    """
+    called = called_tools(messages)
+    return [template_message(message, called) for message in messages]
+
+
+def called_tools(messages: Sequence[ChatMessage]) -> dict[str | None, str]:
+    """The names of the tools that were called, by the ids of the calls.
+
+    Args:
+        messages: The messages of a chat.
+    """
+    blocks = (block for message in messages for block in message.blocks if isinstance(block, ToolCallBlock))
+    return {block.tool_call_id: block.tool_name for block in blocks}
+
+
+def as_text(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """The messages for a chat template that knows no tools: calls and their results become text.
+
+    Args:
+        messages: The messages.
+        tools: The tools in OpenAI's form; a system message before the others describes them.
+    """
+    called = called_tools(messages)
+    converted: list[ChatMessage] = []
+    if tools:
+        described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        converted.append(ChatMessage(role=MessageRole.SYSTEM, content=_TOOLS.format(tools=described)))
+    for message in messages:
+        calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+        if calls:
+            lines = [message.content] if message.content else []
+            lines += [
+                json.dumps({"name": block.tool_name, "arguments": _arguments_of(block)}, ensure_ascii=False)
+                for block in calls
+            ]
+            message = ChatMessage(role=MessageRole.ASSISTANT, content="\n".join(lines))
+        elif message.role == MessageRole.TOOL:
+            name = called.get(message.additional_kwargs.get("tool_call_id"), "tool")
+            text = f"The tool {name} returned:\n{template_message(message)['content']}"
+            if converted and converted[-1].additional_kwargs.get("tool_result"):  # many templates want turns
+                text = f"{converted.pop().content}\n{text}"
+            message = ChatMessage(role=MessageRole.USER, content=text, additional_kwargs={"tool_result": True})
+        converted.append(message)
+    return converted
+
+
+def _arguments_of(block: ToolCallBlock) -> dict[str, Any]:
+    given = block.tool_kwargs
+    return given if isinstance(given, dict) else json.loads(given or "{}")
+
+
+def join_system(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Join the leading system messages into one, because LlamaIndex adds `system_prompt` to a prompt's own.
 
     Args:

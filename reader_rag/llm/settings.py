@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.bridge.pydantic import Field, create_model
-from llama_index.core.llms import CustomLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
 from pydantic import SkipValidation
 
 from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams
@@ -42,7 +42,7 @@ def _pydantic_fields(settings: Mapping[str, tuple[Any, Any, Setting]], *, frozen
 
 if TYPE_CHECKING:
 
-    class LLMSettings(CustomLLM):
+    class LLMSettings(FunctionCallingLLM):
         """The base of `ReaderLLM` as type checkers see it."""
 
         def __getattr__(self, name: str) -> Any: ...
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 else:
     LLMSettings = create_model(
         "LLMSettings",
-        __base__=CustomLLM,
+        __base__=FunctionCallingLLM,
         __doc__="A LlamaIndex LLM with a field for every setting.",
         model=(
             SkipValidation[str],

@@ -7,11 +7,14 @@ token, drafted or not; `GrammarState.shape` only keeps the forward pass from che
 
 from __future__ import annotations
 
+import json
 import re
 import threading
-from collections.abc import Collection, Iterable
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from reader_rag.config.grammar import Grammar
 from reader_rag.draft.kernels import tree as kernels
 from reader_rag.draft.tree import SUCCESSOR, DraftTree
-from reader_rag.errors import ConfigError, GrammarError, MissingDependencyError
+from reader_rag.errors import ConfigError, GrammarError, MissingDependencyError, ReaderWarning
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -52,6 +55,53 @@ def _reason(error: str) -> str:
     """What llguidance says is wrong, in one line: without its echo of the grammar and of the matcher's state."""
     lines = error.split("<state>")[0].splitlines()
     return " ".join(line.strip() for line in lines if line.strip(" ^") and not re.match(r"\s*\d+ \|", line))
+
+
+def enforceable_schema(schema: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """A schema that a grammar can follow: what llguidance does not know is not enforced, with one warning.
+
+    Args:
+        schema: A JSON schema.
+        owner: Whose schema it is, for the warning.
+
+    Returns:
+        The schema, with the style of this package's JSON.
+
+    Raises:
+        ConfigError: The schema is not one.
+        MissingDependencyError: llguidance is not installed.
+    """
+    matchers = _llguidance().LLMatcher
+    lenient = {**schema, "x-guidance": {**_JSON_STYLE, "lenient": True, "coerce_one_of": True}}
+    failed, notes = matchers.validate_grammar_with_warnings(matchers.grammar_from_json_schema(json.dumps(lenient)))
+    if failed and "regex" in notes[0]:
+        lenient = _without_patterns(lenient)
+        failed, more = matchers.validate_grammar_with_warnings(matchers.grammar_from_json_schema(json.dumps(lenient)))
+        notes = more if failed else [*more, "pattern"]
+    if failed:
+        raise ConfigError(f"the schema of {owner} cannot be followed: {_reason(notes[0])}")
+    if notes:
+        warnings.warn(
+            f"the schema of {owner} is checked after the answer where the grammar does not know it: "
+            + "; ".join(_reason(note) for note in notes),
+            ReaderWarning,
+            stacklevel=2,
+        )
+    return lenient
+
+
+def _without_patterns(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_patterns(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    text = schema.get("type") == "string"
+    return {key: _without_patterns(part) for key, part in schema.items() if not (text and key == "pattern")}
+
+
+def grammars_available() -> bool:
+    """Whether llguidance is installed; nothing is imported."""
+    return find_spec("llguidance") is not None
 
 
 class GrammarCompiler:

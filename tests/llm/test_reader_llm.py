@@ -248,7 +248,7 @@ class TestSettings:
         with pytest.raises(ConfigError, match="unknown argument 'max_new_tokens'; did you mean 'max_tokens'"):
             llm.complete("Hi", max_new_tokens=3)
         with pytest.raises(ConfigError, match=r"unknown argument 'tools'; known: .*tenant"):
-            llm.chat([user("Hi")], tools=[])
+            llm.complete("Hi", tools=[])
         assert engine.calls == []
 
     def test_http_headers_that_llama_index_passes_mean_nothing_here(self, llm: ReaderLLM) -> None:

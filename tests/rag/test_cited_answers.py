@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from llama_index.core import Document, SummaryIndex, VectorStoreIndex, get_response_synthesizer
-from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import TextNode
+from saying import saying
 from word_embedding import WordEmbedding
 
 from reader_rag import FaissStore, ReaderLLM, cite, make_chat_engine, make_query_engine
@@ -82,30 +81,6 @@ def store(nodes: list[Any], embedding: WordEmbedding) -> FaissStore:
         node.embedding = embedding.get_text_embedding(node.text)
     store.add(copies)
     return store
-
-
-class Saying(ReaderLLM):
-    """An LLM over a real engine whose model prefers the tokens of one answer."""
-
-    _said: list[int] = PrivateAttr(default=[])
-
-    def _call(self, kwargs: dict[str, Any]) -> Any:
-        said, starts = self._said, list[int]()
-
-        def prefer(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            starts.append(input_ids.shape[1])
-            scores[0, said[min(input_ids.shape[1] - starts[0], len(said) - 1)]] += 1000.0
-            return scores
-
-        return super()._call({**kwargs, "logits_processor": (prefer,)} if said else kwargs)
-
-
-def saying(engine: Engine, answer: str) -> ReaderLLM:
-    """An LLM that answers with this text."""
-    llm = Saying.from_engine(engine, max_tokens=600)
-    tokenizer = engine.tokenizer
-    llm._said = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-    return llm
 
 
 def assert_true(citations: Sequence[Citation], answer: str, texts: dict[str, str]) -> None:

@@ -43,11 +43,12 @@ class PromptEncoder:
             )
         return Prompt(tuple(encoded["input_ids"]), text, tuple(encoded["offset_mapping"]) if offsets else None)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """Format messages by the tokenizer's chat template, with its generation prompt, and tokenize them.
 
         Args:
             messages: Mappings with "role" and "content".
+            tools: Tools for a chat template that describes them, in OpenAI's form.
 
         Raises:
             ConfigError: The tokenizer has no chat template, or the template refuses these messages.
@@ -56,7 +57,10 @@ class PromptEncoder:
             raise ConfigError(f"{self._name} has no chat template; pass a formatted prompt to complete() instead")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+                [dict(m) for m in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except Exception as cause:
             raise ConfigError(
