@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,10 +16,12 @@ from reader_rag.model.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from reader_rag.bench.inputs import BenchPrompt
+    from reader_rag.bench.verify.against import ComparedPrompt
     from reader_rag.bench.verify.verification import Verification
     from reader_rag.engine.engine import Engine
     from reader_rag.engine.outputs import Prompt
 
+Reference = Literal["float32", "bfloat16", "float16"]
 _LOCAL_PROMPTS = 4
 """Prompts of each category where no file is given."""
 _SHOWN = 20
@@ -31,6 +34,7 @@ def verify(
     categories: options.Categories = "",
     limit: options.Limit = None,
     dtype: options.Dtype = LoadConfig.dtype,
+    quantization: options.Quantization = LoadConfig.quantization,
     device: options.Device = LoadConfig.device,
     exactness: options.Exactness = EngineConfig.exactness,
     forward: options.Forward = EngineConfig.forward,
@@ -42,6 +46,18 @@ def verify(
     repetition_penalty: options.RepetitionPenalty = SamplingParams.repetition_penalty,
     seeds: Annotated[str, typer.Option(help="Seeds, comma-separated: each prompt is sampled with each.")] = "0",
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 1,
+    against: Annotated[
+        Reference | None,
+        typer.Option(
+            help="Instead, compare the model with itself unquantised in this type, e.g. float32: agreement and "
+            "divergence (KL) on its greedy answers.",
+            show_default="check drafts",
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="With --against: traces, whose answers are compared.", show_default="the model's answers"),
+    ] = None,
     trust_remote_code: options.TrustRemoteCode = LoadConfig.trust_remote_code,
     as_json: options.Json = False,
 ) -> None:
@@ -50,6 +66,8 @@ def verify(
     Decodes prompts with drafts and without, and reports every difference. Exit status: 1 if a token or a bit of its
     logits differs where none may: in compiled loops (CPU; every type, quantised too) and with --exactness strict; 1 if
     a token differs in float32 elsewhere; and 1 for an error, which is one line on standard error without a report.
+
+    With --against, nothing is checked: it tells how far quantisation or rounding takes the model from another type.
     """
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -60,22 +78,31 @@ def verify(
         repetition_penalty=repetition_penalty,
     )
     numbers = _seeds(seeds)
+    _check_against(against, params, batch, prompts, replay)
     from reader_rag.bench.local_prompts import prompts_or_local
     from reader_rag.bench.verify.verification import verify as run
     from reader_rag.engine.engine import Engine
 
-    chosen = prompts_or_local(prompts, options.names(categories), limit, _LOCAL_PROMPTS)
-    engine = Engine.load(
-        model,
-        dtype=dtype,
-        device=device,
-        exactness=exactness,
-        forward=forward,
-        prefix_bytes=0,
-        profile="off",
-        trust_remote_code=trust_remote_code,
-    )
-    outcome = run(engine, _encoded(engine, chosen), params, numbers, batch, progress())
+    recorded = _recorded(replay, categories, limit) if replay else []
+    chosen = [] if replay else prompts_or_local(prompts, options.names(categories), limit, _LOCAL_PROMPTS)
+    loading: dict[str, Any] = {
+        "device": device,
+        "exactness": exactness,
+        "forward": forward,
+        "prefix_bytes": 0,
+        "profile": "off",
+        "trust_remote_code": trust_remote_code,
+    }
+    engine = Engine.load(model, dtype=dtype, quantization=quantization, **loading)
+    if against is not None:
+        from reader_rag.bench.verify.against import compare, show
+
+        reference = Engine.load(model, dtype=against, **loading)
+        comparison = compare(engine, reference, recorded or _asked(engine, chosen), max_tokens, progress())
+        print_report(comparison.to_dict(), as_json, lambda _: show(comparison))
+        return
+    encoded = [(p.id, prompt) for p, prompt in _encoded(engine, chosen)]
+    outcome = run(engine, encoded, params, numbers, batch, progress())
     print_report(outcome.to_dict(), as_json, lambda _: typer.echo("\n".join(lines(outcome))))
     if not outcome.passed:
         raise typer.Exit(1)
@@ -91,8 +118,39 @@ def _seeds(text: str) -> list[int]:
     return seeds
 
 
-def _encoded(engine: Engine, prompts: list[BenchPrompt]) -> list[tuple[str, Prompt]]:
-    """Ids and tokens of the prompts; those longer than the model's context window are left out, with a warning."""
+def _check_against(
+    against: Reference | None, params: SamplingParams, batch: int, prompts: Path | None, replay: Path | None
+) -> None:
+    """Refuse options that the comparison with another type does not have."""
+    if against is None:
+        if replay is not None:
+            raise ConfigError("--replay goes with --against: without it, the model's own answers are checked")
+        return
+    if params != SamplingParams(max_tokens=params.max_tokens) or batch > 1:
+        raise ConfigError("--against compares greedy answers, one at a time: leave out sampling options and --batch")
+    if prompts is not None and replay is not None:
+        raise ConfigError("give either --prompts FILE or --replay TRACES")
+
+
+def _recorded(traces: Path, categories: str, limit: int | None) -> list[ComparedPrompt]:
+    """The prompts of a trace file with their recorded answers."""
+    from reader_rag.bench.inputs import read_traces
+    from reader_rag.bench.verify.against import ComparedPrompt
+    from reader_rag.engine.outputs import Prompt
+
+    found = read_traces(traces, options.names(categories), limit)
+    return [ComparedPrompt(t.id, t.category, Prompt(t.prompt), t.output) for t in found]
+
+
+def _asked(engine: Engine, prompts: list[BenchPrompt]) -> list[ComparedPrompt]:
+    """Prompts whose answers the model is yet to give."""
+    from reader_rag.bench.verify.against import ComparedPrompt
+
+    return [ComparedPrompt(p.id, p.category, prompt) for p, prompt in _encoded(engine, prompts)]
+
+
+def _encoded(engine: Engine, prompts: list[BenchPrompt]) -> list[tuple[BenchPrompt, Prompt]]:
+    """The prompts and their tokens; those longer than the model's context window are left out, with a warning."""
     has_template = bool(getattr(engine.tokenizer, "chat_template", None))
     encoded = []
     for p in prompts:
@@ -101,7 +159,7 @@ def _encoded(engine: Engine, prompts: list[BenchPrompt]) -> list[tuple[str, Prom
         if len(prompt.token_ids) >= engine.context_window:
             warnings.warn(f"{p.id}: left out, longer than the model's context window", ReaderWarning, stacklevel=2)
             continue
-        encoded.append((p.id, prompt))
+        encoded.append((p, prompt))
     if not encoded:
         raise ConfigError("every prompt is longer than the model's context window; give shorter ones")
     return encoded

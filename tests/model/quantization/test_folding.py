@@ -1,0 +1,181 @@
+"""Folded scales change nothing in floating point, and bring int8 products nearer to it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MODELS, make_model
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from reader_rag.model.quantization.calibration import Calibration, best_factors, texts
+from reader_rag.model.quantization.folding import ARCHITECTURES, LayerFolding, architecture_of
+from reader_rag.model.quantization.int8 import quantise_rows
+
+NAMES = (
+    "Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Granite", "Gemma", "Gemma2", "Gemma3Text", "Phi3",
+    "Cohere", "Cohere2", "Olmo2", "Olmo3",
+)  # fmt: skip
+SETTINGS: dict[str, Any] = {"vocab_size": 400}  # the tokenizer's
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """A tiny model whose norms and biases are not what they are by default."""
+    model = make_model(name, MODELS[name] | SETTINGS)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator)
+    return model
+
+
+def folded(model: PreTrainedModel, foldings: list[LayerFolding]) -> PreTrainedModel:
+    """A copy of the model with the factors in its parameters."""
+    made = copy.deepcopy(model)
+    for layer, folding in zip(made.get_decoder().layers, foldings, strict=True):
+        for name, parameter in layer.named_parameters():
+            parameter.data = folding.apply(name, parameter)
+    return made
+
+
+def channels(layer: nn.Module, reader: str) -> int:
+    return int(layer.get_submodule(reader).in_features)  # type: ignore[arg-type]
+
+
+def test_every_declared_architecture_is_tested() -> None:
+    assert {make_model(name).config.model_type for name in NAMES} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_any_factors_leave_the_outputs_as_they_are(name: str) -> None:
+    model = model_of(name).double()
+    layers = model.get_decoder().layers
+    architecture = architecture_of(model.config.model_type, layers[0])
+    assert architecture is not None
+    generator = torch.Generator().manual_seed(1)
+    foldings = []
+    for layer in layers:
+        folding = LayerFolding(architecture.norm_offset)
+        for fold in architecture.folds:
+            factors = torch.empty(channels(layer, fold.readers[0])).uniform_(-2.0, 2.0, generator=generator).exp2()
+            folding.add(fold, factors)
+        foldings.append(folding)
+    changed = folded(model, foldings)
+    for fold in architecture.folds:
+        for module in (fold.source, *fold.readers):
+            before, after = (m.get_decoder().layers[-1].get_submodule(module).weight for m in (model, changed))
+            assert not torch.allclose(before.float(), after), module
+    ids = torch.randint(3, 96, (1, 40), generator=generator)
+    # Folded weights are float32, which is what they are quantised from.
+    assert torch.allclose(model.float()(ids).logits, changed.float()(ids).logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Mixtral", "Qwen3Moe", "StableLm"])
+def test_what_is_not_declared_is_not_folded(name: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert Calibration.of(make_model(name), tiny_tokenizer) is None
+
+
+def test_layers_that_are_not_plain_ones_are_not_folded(
+    tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    class Adapted(nn.Linear):
+        pass
+
+    model = copy.deepcopy(tiny_model)
+    mlp: Any = model.model.layers[0].mlp
+    mlp.down_proj = Adapted(mlp.down_proj.in_features, mlp.down_proj.out_features)
+    assert Calibration.of(model, tiny_tokenizer) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_layers_are_calibrated_by_the_models_own_activations(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = model_of(name)
+    layers = model.get_decoder().layers
+    architecture = architecture_of(model.config.model_type, layers[0])
+    assert architecture is not None
+    seen: dict[nn.Module, list[torch.Tensor]] = {}
+    readers = {layer.get_submodule(fold.readers[0]) for layer in layers for fold in architecture.folds}
+    for reader in readers:
+        reader.register_forward_pre_hook(lambda module, args: seen.setdefault(module, []).append(args[0][0]))
+    for token_ids in texts(tiny_tokenizer, model.config.max_position_embeddings):
+        model(token_ids)
+    calibration = Calibration.of(model, tiny_tokenizer)
+    assert calibration is not None
+    seen_by_model = {reader: torch.cat(rows) for reader, rows in seen.items()}
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for index, layer in enumerate(layers):
+        folding = calibration.fold_layer(index)
+        expected = LayerFolding(architecture.norm_offset)
+        for fold in architecture.folds:
+            weights = [layer.get_submodule(reader).weight for reader in fold.readers]
+            expected.add(fold, best_factors(seen_by_model[layer.get_submodule(fold.readers[0])], weights))
+        for own, parameter in layer.named_parameters():
+            assert torch.allclose(folding.apply(own, parameter), expected.apply(own, parameter), rtol=1e-4), own
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_weights_of_16_bits_are_calibrated_in_float32(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model = model_of("Qwen2").bfloat16()
+    wide = copy.deepcopy(model).float()
+    calibrations = [Calibration.of(one, tiny_tokenizer) for one in (model, wide)]
+    for index, layer in enumerate(wide.model.layers):
+        foldings = [one.fold_layer(index) for one in calibrations if one is not None]
+        assert len(foldings) == 2
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(foldings[0].apply(name, parameter), foldings[1].apply(name, parameter)), name
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_layers_are_folded_in_order(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    calibration = Calibration.of(tiny_model, tiny_tokenizer)
+    assert calibration is not None
+    with pytest.raises(ValueError, match="layer 0 is the next one, not 1"):
+        calibration.fold_layer(1)
+
+
+def int8_error(inputs: torch.Tensor, weight: torch.Tensor) -> float:
+    rounded = [values.float() * scales[:, None] for values, scales in map(quantise_rows, (inputs, weight))]
+    exact = inputs @ weight.T
+    return float((rounded[0] @ rounded[1].T - exact).square().sum() / exact.square().sum())
+
+
+def test_factors_even_out_channels_that_are_much_larger_than_others() -> None:
+    generator = torch.Generator().manual_seed(3)
+    inputs, weight = torch.randn(300, 64, generator=generator), torch.randn(48, 64, generator=generator)
+    inputs[:, 7] *= 100.0
+    weight[:, 7] /= 100.0
+    factors = best_factors(inputs, [weight])
+    assert factors[7] > 5.0 * factors[8]
+    assert int8_error(inputs / factors, weight * factors) < 0.1 * int8_error(inputs, weight)
+
+
+def test_channels_that_are_never_used_get_factors_all_the_same() -> None:
+    inputs, weight = torch.randn(10, 8), torch.randn(4, 8)
+    inputs[:, 2] = 0.0
+    weight[:, 3] = 0.0
+    factors = best_factors(inputs, [weight])
+    assert bool(factors.isfinite().all())
+    assert float(factors.min()) > 0.0
+
+
+def test_texts_have_the_models_own_form(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    templated = texts(tiny_tokenizer)
+    first = tiny_tokenizer.decode(templated[0][0])
+    assert first.startswith(f"{tiny_tokenizer.bos_token}user: Answer the question")
+    assert [ids.shape[0] for ids in templated] == [1] * 8
+    assert [ids.shape[1] for ids in texts(tiny_tokenizer, 50)] == [50] * 8
+    plain = copy.deepcopy(tiny_tokenizer)
+    plain.chat_template = None
+    refusing = copy.deepcopy(tiny_tokenizer)
+    refusing.chat_template = "{{ raise_exception('only tools') }}"
+    for one in (plain, refusing):
+        assert "user:" not in one.decode(texts(one)[0][0])
+        assert "Answer the question" in one.decode(texts(one)[0][0])
