@@ -156,7 +156,7 @@ class CpuForward:
         wanted = [*(x[span] for span in spans), *(states.float().numpy() for states in asked)]  # views of what comes
         count = sum(map(len, wanted))
         last = np.zeros((padded(count), x.shape[1]), np.float32)
-        logits = np.empty((len(last), weights.vocabulary), np.float32)
+        logits = weights.logits(count)
         buffers, head_inputs = weights.buffers(rows), weights.head_inputs(count)
         with numba_threads():
             compute_layers(x, rows, weights.layers, angles, Paths(depths, paths), caches, buffers)
@@ -165,7 +165,7 @@ class CpuForward:
         for text, start in zip(texts, starts, strict=False):
             if text.states is not None:
                 text.states.append(torch.from_numpy(x[start : start + len(text.tokens)]), len(text.tokens))
-        return list(torch.from_numpy(logits[:count]).split([len(rows) for rows in wanted]))
+        return list(torch.from_numpy(logits[:count, : weights.vocabulary]).split([len(rows) for rows in wanted]))
 
     def _caches(self, texts: Sequence[Rows], starts: NDArray[np.int64]) -> Caches:
         arrays = [text.cache.arrays for text in texts]

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from reader_rag.model.cpu.int8_products import PackedLinear
+from reader_rag.model.cpu.int8_tile import FEATURES
 from reader_rag.model.cpu.layers import FUSED_LINEARS, LINEARS, Buffers, FloatWeights, Int8Weights
 from reader_rag.model.cpu.products import ROWS_AT_ONCE, FloatRows, Heads, Linear, Norm
 from reader_rag.model.quantization.modules import HalfLinear, Int8Linear, fuse, quantised_rows
@@ -136,6 +137,10 @@ class Weights:
         inputs = {name: quantised_rows(rows, *sizes) for name, sizes in self.packed.items()}
         return Buffers(inputs["q"], heads, attended, inputs["o"], gated, inputs["down"])
 
+    def logits(self, rows: int) -> Array:
+        """Room for the outputs of the head: float32 [rows up to a multiple of 4, at least the vocabulary]."""
+        return np.empty((padded(rows), len(self.head.bias)), np.float32)
+
     def head_inputs(self, rows: int) -> Any:
         """Room for the inputs of the head."""
         if isinstance(self.head, PackedLinear):
@@ -201,8 +206,10 @@ def _fused(modules: Sequence[Any]) -> PackedLinear:
 def _packed(linears: dict[str, Any], shapes: Sequence[Any]) -> dict[str, tuple[int, int]]:
     """`Weights.packed` of a layer."""
     limbs = [{linears[name].limbs for name in group} for group in FUSED_LINEARS]
-    if any(len(counts) > 1 for counts in limbs):
-        raise UnknownPartError("layers of one product have inputs of different limbs")
+    if any(len(counts) > 1 for counts in limbs) or 2 in limbs[0] | limbs[2]:
+        raise UnknownPartError("layers whose inputs are normalised have one limb")
+    if any(linears[name].out_features % FEATURES for name in LINEARS):
+        raise UnknownPartError(f"features in no multiple of {FEATURES}")
     return {group[0]: (int(shapes[n][1]), limbs[n].pop()) for n, group in enumerate(FUSED_LINEARS)}
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from reader_rag.model.cpu.int8_tile import COLUMNS, FEATURES, OFFSET, TILE_BLOCKS, TILE_ROWS, TILES
-from reader_rag.model.cpu.products import FUSED, exp, normalize
+from reader_rag.model.cpu.int8_tile import COLUMNS, FEATURES, OFFSET, TILE_BLOCKS, TILE_ROWS, TILES, WRITERS
+from reader_rag.model.cpu.products import exp, normalize
 
 _GREATEST, _GREATEST_OF_TWO = np.float32(127), np.float32(127 * 256 + 127)
 _SPREAD_FROM = 4
@@ -20,6 +20,7 @@ _SPREAD_FROM = 4
 _HALF = TILE_BLOCKS // 2
 
 _tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = TILES
+_write_one, _add_one, _write_two, _add_two = WRITERS
 _column_1, _column_2, _column_3, _column_4, _column_5, _column_6 = COLUMNS
 
 
@@ -170,42 +171,6 @@ def _multiply_one(weight: Any, block: Any, inputs: Any, row: Any, count: Any, su
         _column_1(weight, block, block, inputs, row, sums)
 
 
-@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _output(sums: Any, at: Any, step: Any, inputs: Any, row: Any, scale: Any, bias: Any) -> Any:
-    """float32 output of a feature from the integer sums of its limbs, `step` apart.
-
-    The sums of two limbs are greater than 32 bits together; they are rounded to float32 here, in one place.
-    """
-    if inputs.limbs == 1:
-        total = np.float32(np.int32(sums[at] - inputs.sums[row]))
-    else:
-        high = np.float32(np.int32(sums[at] - inputs.sums[2 * row]))
-        total = high * np.float32(256) + np.float32(np.int32(sums[at + step] - inputs.sums[2 * row + 1]))
-    return total * inputs.scales[row] * scale + bias
-
-
-@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _write(sums: Any, at: Any, step: Any, linear: Any, block: Any, inputs: Any, row: Any, out: Any) -> None:
-    """A block's outputs of one row, `out[16]`, of which there may be fewer."""
-    scales, bias, feature = linear.scales, linear.bias, block * FEATURES
-    for c in range(out.shape[0]):
-        out[c] = _output(sums, at + c, step, inputs, row, scales[feature + c], bias[feature + c])
-
-
-@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _add(sums: Any, at: Any, step: Any, linear: Any, block: Any, inputs: Any, row: Any, out: Any) -> None:
-    """As `_write`, added to what is there."""
-    scales, bias, feature = linear.scales, linear.bias, block * FEATURES
-    for c in range(out.shape[0]):
-        out[c] += _output(sums, at + c, step, inputs, row, scales[feature + c], bias[feature + c])
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _columns(array: Any, row: Any, block: Any) -> Any:
-    """The features of a block in one row of an array [rows, features]."""
-    return array[row, block * FEATURES : min((block + 1) * FEATURES, array.shape[1])]
-
-
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
 def _project(inputs: Any, rows: Any, linear: Any, out: Any, add: Any) -> None:
     weight, values, limbs = linear.weight, inputs.values, inputs.limbs
@@ -217,6 +182,7 @@ def _project(inputs: Any, rows: Any, linear: Any, out: Any, add: Any) -> None:
         n = np.int64(task)
         first, second = (n * _HALF, (tiles + n) * _HALF) if is_tile else (n + tiles * (TILE_BLOCKS - 1), np.int64(0))
         wide = np.int64(TILE_BLOCKS if is_tile else 1)
+        step = wide * FEATURES
         for row in range(0, rows, at_once):
             count = min(at_once, rows - row)
             if is_tile:
@@ -226,11 +192,15 @@ def _project(inputs: Any, rows: Any, linear: Any, out: Any, add: Any) -> None:
             for j in range(count):
                 for b in range(wide):
                     block = first + b if b < _HALF else second + b - _HALF
-                    at, target = (j * limbs * wide + b) * FEATURES, _columns(out, row + j, block)
-                    if add:
-                        _add(sums, at, wide * FEATURES, linear, block, inputs, row + j, target)
+                    at, r, column = (j * limbs * wide + b) * FEATURES, row + j, block * FEATURES
+                    if add and limbs == 1:
+                        _add_one(sums, at, step, inputs, r, linear, block, out, r, column)
+                    elif add:
+                        _add_two(sums, at, step, inputs, r, linear, block, out, r, column)
+                    elif limbs == 1:
+                        _write_one(sums, at, step, inputs, r, linear, block, out, r, column)
                     else:
-                        _write(sums, at, wide * FEATURES, linear, block, inputs, row + j, target)
+                        _write_two(sums, at, step, inputs, r, linear, block, out, r, column)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -241,7 +211,7 @@ def project(inputs: Any, rows: Any, linear: Any, out: Any) -> None:
         inputs: `QuantisedRows`.
         rows: Rows to compute.
         linear: `PackedLinear`.
-        out: float32 [>= rows, features].
+        out: float32 [>= rows, 16 * blocks].
     """
     _project(inputs, rows, linear, out, False)
 
@@ -254,21 +224,9 @@ def project_and_add(inputs: Any, rows: Any, linear: Any, x: Any) -> None:
         inputs: `QuantisedRows`.
         rows: Rows to compute.
         linear: `PackedLinear`.
-        x: float32 [>= rows, features].
+        x: float32 [>= rows, 16 * blocks].
     """
     _project(inputs, rows, linear, x, True)
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _head_columns(heads: Any, row: Any, block: Any) -> Any:
-    """The features of a block in one row of queries, keys and values."""
-    keys = (heads.q.shape[1] + FEATURES - 1) // FEATURES
-    values = keys + (heads.k.shape[1] + FEATURES - 1) // FEATURES
-    if block < keys:
-        return _columns(heads.q, row, block)
-    if block < values:
-        return _columns(heads.k, row, block - keys)
-    return _columns(heads.v, row, block - values)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
@@ -276,13 +234,15 @@ def project_heads(inputs: Any, rows: Any, linear: Any, heads: Any) -> None:
     """Queries, keys and values.
 
     Args:
-        inputs: `QuantisedRows`.
+        inputs: `QuantisedRows`, in one limb.
         rows: Rows to compute.
-        linear: `PackedLinear` of the queries, the keys and the values; each begins a block.
-        heads: `Heads`; overwritten.
+        linear: `PackedLinear` of the queries, the keys and the values.
+        heads: `Heads`, each of a multiple of 16 features; overwritten.
     """
-    weight, values, limbs = linear.weight, inputs.values, inputs.limbs
-    blocks, at_once = weight.shape[0], TILE_ROWS // inputs.limbs
+    weight, values = linear.weight, inputs.values
+    q, k, v = heads.q, heads.k, heads.v
+    first_k, blocks = q.shape[1] // FEATURES, weight.shape[0]
+    first_v = first_k + k.shape[1] // FEATURES
     tiles = blocks // TILE_BLOCKS
     for task in prange(tiles + blocks - tiles * TILE_BLOCKS):
         sums = np.empty(TILE_ROWS * TILE_BLOCKS * FEATURES, np.int32)
@@ -290,25 +250,22 @@ def project_heads(inputs: Any, rows: Any, linear: Any, heads: Any) -> None:
         n = np.int64(task)
         first, second = (n * _HALF, (tiles + n) * _HALF) if is_tile else (n + tiles * (TILE_BLOCKS - 1), np.int64(0))
         wide = np.int64(TILE_BLOCKS if is_tile else 1)
-        for row in range(0, rows, at_once):
-            count = min(at_once, rows - row)
+        for row in range(0, rows, TILE_ROWS):
+            count = min(TILE_ROWS, rows - row)
             if is_tile:
-                _multiply(weight, first, second, values, row * limbs, count * limbs, sums)
+                _multiply(weight, first, second, values, row, count, sums)
             else:
-                _multiply_one(weight, first, values, row * limbs, count * limbs, sums)
+                _multiply_one(weight, first, values, row, count, sums)
             for j in range(count):
                 for b in range(wide):
                     block = first + b if b < _HALF else second + b - _HALF
-                    target = _head_columns(heads, row + j, block)
-                    at = (j * limbs * wide + b) * FEATURES
-                    _write(sums, at, wide * FEATURES, linear, block, inputs, row + j, target)
-
-
-@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _silu(gates: Any, values: Any) -> None:
-    """`values *= silu(gates)`."""
-    for c in range(values.shape[0]):
-        values[c] = gates[c] / (np.float32(1) + exp(-gates[c])) * values[c]
+                    at, r = (j * wide + b) * FEATURES, row + j
+                    if block < first_k:
+                        _write_one(sums, at, 0, inputs, r, linear, block, q, r, block * FEATURES)
+                    elif block < first_v:
+                        _write_one(sums, at, 0, inputs, r, linear, block, k, r, (block - first_k) * FEATURES)
+                    else:
+                        _write_one(sums, at, 0, inputs, r, linear, block, v, r, (block - first_v) * FEATURES)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
@@ -316,38 +273,40 @@ def project_gated(inputs: Any, rows: Any, linear: Any, out: Any) -> None:
     """`out = silu(gate(inputs)) * up(inputs)`.
 
     Args:
-        inputs: `QuantisedRows`.
+        inputs: `QuantisedRows`, in one limb.
         rows: Rows to compute.
         linear: `PackedLinear` of `gate` and `up`, with as many blocks each.
-        out: float32 [>= rows, features of each].
+        out: float32 [>= rows, 16 * blocks of each].
     """
-    weight, values, limbs = linear.weight, inputs.values, inputs.limbs
-    blocks, at_once = weight.shape[0] // 2, TILE_ROWS // inputs.limbs
+    weight, values = linear.weight, inputs.values
+    blocks = weight.shape[0] // 2
     tiles = blocks // _HALF
     for task in prange(tiles + blocks - tiles * _HALF):
         sums = np.empty(TILE_ROWS * TILE_BLOCKS * FEATURES, np.int32)
-        ups = np.empty(TILE_ROWS * TILE_BLOCKS * FEATURES, np.int32)
-        gates = np.empty(FEATURES, np.float32)
+        ups = np.empty(TILE_ROWS * FEATURES, np.int32)
+        both = np.empty((2, _HALF * FEATURES), np.float32)
         is_tile = task < tiles
         n = np.int64(task)
         first = n * _HALF if is_tile else n + tiles * (_HALF - 1)
         wide = np.int64(_HALF if is_tile else 1)
-        for row in range(0, rows, at_once):
-            count = min(at_once, rows - row)
+        for row in range(0, rows, TILE_ROWS):
+            count = min(TILE_ROWS, rows - row)
             if is_tile:
-                _multiply(weight, first, blocks + first, values, row * limbs, count * limbs, sums)
+                _multiply(weight, first, blocks + first, values, row, count, sums)
             else:
-                _multiply_one(weight, first, values, row * limbs, count * limbs, sums)
-                _multiply_one(weight, blocks + first, values, row * limbs, count * limbs, ups)
-            step = np.int64(TILE_BLOCKS if is_tile else 1) * FEATURES
+                _multiply_one(weight, first, values, row, count, sums)
+                _multiply_one(weight, blocks + first, values, row, count, ups)
             for j in range(count):
+                r = row + j
                 for b in range(wide):
-                    target = _columns(out, row + j, first + b)
-                    gate, at = gates[: target.shape[0]], j * limbs * step + b * FEATURES
-                    _write(sums, at, step, linear, first + b, inputs, row + j, gate)
+                    block, up, column = first + b, blocks + first + b, b * FEATURES
                     if is_tile:
-                        at += _HALF * FEATURES
-                        _write(sums, at, step, linear, blocks + first + b, inputs, row + j, target)
+                        at = (j * TILE_BLOCKS + b) * FEATURES
+                        _write_one(sums, at, 0, inputs, r, linear, block, both, 0, column)
+                        _write_one(sums, at + _HALF * FEATURES, 0, inputs, r, linear, up, both, 1, column)
                     else:
-                        _write(ups, at, step, linear, blocks + first + b, inputs, row + j, target)
-                    _silu(gate, target)
+                        _write_one(sums, j * FEATURES, 0, inputs, r, linear, block, both, 0, column)
+                        _write_one(ups, j * FEATURES, 0, inputs, r, linear, up, both, 1, column)
+                for c in range(wide * FEATURES):
+                    gate = both[0, c]
+                    out[r, first * FEATURES + c] = gate / (np.float32(1) + exp(-gate)) * both[1, c]

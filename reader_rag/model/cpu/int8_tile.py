@@ -30,7 +30,8 @@ WIDE = has_avx512_vnni()
 TILE_ROWS, TILE_BLOCKS = (6, 4) if WIDE else (3, 2)
 """Rows and blocks of the largest tile: its sums fill the CPU's vector registers, 32 of 512 bits or 16 of 256."""
 
-_I32 = ir.IntType(32)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_FLOATS = ir.VectorType(ir.FloatType(), FEATURES)
 _SUMS = ir.VectorType(_I32, FEATURES)
 _BYTES = ir.VectorType(ir.IntType(8), FEATURES * INPUTS)
 _WORDS = ir.VectorType(ir.IntType(16), FEATURES * INPUTS // 2)
@@ -148,7 +149,7 @@ def _tile(rows: int, blocks: int, dot: Dot) -> Any:
                         builder.store(dot(builder, builder.load(total), vector, spread), total)
             for r, row_totals in enumerate(totals):
                 for n, total in enumerate(row_totals):
-                    target = builder.gep(out, [ir.Constant(ir.IntType(64), r * blocks + n)])
+                    target = builder.gep(out, [ir.Constant(_I64, r * blocks + n)])
                     builder.store(builder.load(total), target, align=4)
             return context.get_dummy_value()
 
@@ -170,3 +171,74 @@ sums: int32 [>= rows * TILE_BLOCKS * 16], overwritten: those of the first row's 
 """
 COLUMNS: tuple[Any, ...] = tuple(_tile(rows, 1, _dot_of_this_cpu()) for rows in range(1, _MOST_ROWS + 1))
 """By rows - 1, the same operations for block `first` alone."""
+
+
+def _writer(limbs: int, *, adds: bool) -> Any:
+    """An operation that makes 16 outputs of a row from the integer sums of its limbs."""
+
+    @intrinsic
+    def write(
+        typing_context: Any, sums: Any, at: Any, step: Any, inputs: Any, row: Any, linear: Any, block: Any, out: Any,
+        line: Any, column: Any,
+    ) -> Any:  # fmt: skip
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            def data(kind: Any, value: Any) -> Any:
+                return context.make_array(kind)(context, builder, value).data
+
+            def field(argument: int, which: int) -> Any:
+                kind = signature.args[argument].types[which]
+                return data(kind, builder.extract_value(arguments[argument], which))
+
+            def element(pointer: Any, place: Any) -> Any:
+                return builder.load(builder.gep(pointer, [place]))
+
+            def vector(pointer: Any, place: Any, kind: ir.VectorType) -> Any:
+                return builder.load(builder.bitcast(builder.gep(pointer, [place]), kind.as_pointer()), align=4)
+
+            def everywhere(value: Any, kind: ir.VectorType) -> Any:
+                undefined = ir.Constant(kind, ir.Undefined)
+                one = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+                return builder.shuffle_vector(one, undefined, _spread(_SUMS, 0))
+
+            _, row_scales, offsets = (field(3, n) for n in range(3))
+            first_limb = builder.mul(arguments[4], ir.Constant(_I64, limbs))
+            place, total = arguments[1], None
+            for limb in range(limbs):
+                offset = element(offsets, builder.add(first_limb, ir.Constant(_I64, limb)))
+                exact = vector(data(signature.args[0], arguments[0]), place, _SUMS)
+                part = builder.sitofp(builder.sub(exact, everywhere(offset, _SUMS)), _FLOATS)
+                if total is not None:
+                    part = builder.fadd(builder.fmul(total, ir.Constant(_FLOATS, [256.0] * FEATURES)), part)
+                total, place = part, builder.add(place, arguments[2])
+            feature = builder.mul(arguments[6], ir.Constant(_I64, FEATURES))
+            scaled = builder.fmul(total, everywhere(element(row_scales, arguments[4]), _FLOATS))
+            scaled = builder.fmul(scaled, vector(field(5, 1), feature, _FLOATS))
+            value = builder.fadd(scaled, vector(field(5, 2), feature, _FLOATS))
+            array = context.make_array(signature.args[7])(context, builder, arguments[7])
+            place = [arguments[8], arguments[9]]
+            address = cgutils.get_item_pointer(context, builder, signature.args[7], array, place, wraparound=False)
+            address = builder.bitcast(address, _FLOATS.as_pointer())
+            if adds:
+                value = builder.fadd(builder.load(address, align=4), value)
+            builder.store(value, address, align=4)
+            return context.get_dummy_value()
+
+        i = types.intp
+        return types.void(sums, i, i, inputs, i, linear, i, out, i, i), code
+
+    return write
+
+
+WRITERS: tuple[Any, ...] = tuple(_writer(limbs, adds=adds) for limbs in (1, 2) for adds in (False, True))
+"""For one limb and for two, operations that write and that add `out[line, column : column + 16]`:
+`write(sums, at, step, inputs, row, linear, block, out, line, column)`.
+
+sums: int32, the integer sums of a block at `at`, those of the second limb at `at + step`.
+inputs: `QuantisedRows`.
+row: The row of `inputs`.
+linear: `PackedLinear`.
+block: The block of `linear`.
+out: float32 [lines, columns], C-contiguous.
+
+The sums of two limbs are greater than 32 bits together; they are rounded to float32 here, in one place.
+"""

@@ -91,17 +91,17 @@ class Int8Linear(nn.Module):
         """
         rows = x.reshape(-1, self.in_features).float()
         out = self._project(rows) if self.is_packed else self._multiply(rows)
-        return out.view(*x.shape[:-1], self.out_features)
+        return out.reshape(*x.shape[:-1], self.out_features)
 
     def _project(self, rows: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(rows), self.out_features)
+        out = torch.empty(len(rows), len(self.scales))
         if len(rows):
             inputs = quantised_rows(len(rows), self.values.shape[1], self.limbs)
             packed = PackedLinear(self.values.numpy(), self.scales.numpy(), self.bias.numpy())
             with numba_threads():
                 quantise_rows_in_place(rows.contiguous().numpy(), len(rows), inputs)
                 project(inputs, len(rows), packed, out.numpy())
-        return out
+        return out[:, : self.out_features]
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         if self.limbs == 1:
