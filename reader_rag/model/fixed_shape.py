@@ -1,7 +1,8 @@
-"""The shape of every pass in strict mode."""
+"""Shapes of passes that rounding depends on: never measured, so that a machine always rounds the same way."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,35 @@ from reader_rag.model.compiled.forward import slow_products
 
 _ROW_BLOCK = 4
 """Rows that the CPU's matrix products compute together; see `FixedShape`."""
+_CHUNK_S = 0.3
+"""Seconds that a chunk of a prompt takes at most, about: other sequences wait for it."""
+_LEAST_CHUNK, _MOST_CHUNK = 32, 512
+"""Bounds of a chunk: below, products are slow for each row; above, attention masks and activations take much memory."""
+_PRODUCTS = {"AVX512": (6e10, 7.5e10), "AVX2": (3e10, 7.5e9)}
+"""Products that two cores add up in a second, about, in PyTorch with 32 and with 16 bits, by the kind of CPU."""
+_PRODUCTS_ELSEWHERE = 1e10, 2.5e9
+
+
+def chunk_size(model: PreTrainedModel) -> int:
+    """Tokens of a prompt that the model's own forward pass computes at once.
+
+    Args:
+        model: The model, where it lies.
+
+    Returns:
+        On accelerators 512. On the CPU the power of two from 32 to 512 whose pass takes about 300 ms on two cores, by
+        the number of weights, their type and the kind of CPU.
+    """
+    if model.device.type != "cpu":
+        return _MOST_CHUNK
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    apart = {id(tensor) for end in ends if end is not None for tensor in (*end.parameters(), *end.buffers())}
+    tensors = (*model.parameters(), *model.buffers())
+    weights = sum(tensor.numel() for tensor in tensors if id(tensor) not in apart)
+    wide, narrow = _PRODUCTS.get(torch.backends.cpu.get_cpu_capability(), _PRODUCTS_ELSEWHERE)
+    products = wide if model.dtype == torch.float32 else narrow
+    size = 1 << max(round(math.log2(_CHUNK_S * products / max(weights, 1))), 0)
+    return min(max(size, _LEAST_CHUNK), _MOST_CHUNK)
 
 
 @dataclass(frozen=True)

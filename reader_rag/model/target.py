@@ -6,6 +6,7 @@ On the CPU, models of known classes are computed by `CpuForward` instead of thei
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +25,13 @@ from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.compiled.forward import CpuForward, Rows, head_width
-from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.fixed_shape import FixedShape, chunk_size
 from reader_rag.model.interface import Reuse, Step
 
-PREFILL_CHUNK = 512
-"""Prompt tokens of a prefill pass; bounds the memory of the attention mask and the activations."""
+_LONG_CHUNK_S, _SHORT_CHUNK_S = 0.3, 0.1
+"""Seconds of a chunk in the compiled loops from which on, and up to which, the next one is shorter, and longer."""
+_LEAST_ROWS = 8
+"""Fewest tokens of such a chunk."""
 
 _REUSED = 64
 """Positions of a block of the prefix cache where rounding sets no other size."""
@@ -49,6 +52,7 @@ class Target:
     Attributes:
         cpu: The model in compiled loops, or None where its own `forward` is called.
         fixed: As given; None with `cpu`, whose rows are independent of each other in any shape.
+        chunk: Prompt tokens of a pass of the model's own forward; rounding depends on it.
 
     Raises:
         UnsupportedModelError: The model keeps state that cannot be rolled back, or its attention takes no tree mask.
@@ -91,6 +95,8 @@ class Target:
         self._switch = _switch_of_rotation(self.config)
         self._position_bytes = _position_bytes(self.config, model.dtype)
         self._batch = BatchCache(self.config.num_hidden_layers)
+        self.chunk = chunk_size(model)
+        self._rows_at_once = 0 if self.cpu is None else self.cpu.chunk
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +141,7 @@ class Target:
         if self.cpu is not None and self.cpu.prefills_faster:
             return Reuse(self.cpu.chunk, before=self._switch)
         if strict or (self.cpu is not None and self.cpu.dtype != torch.float32):
-            return Reuse(PREFILL_CHUNK, answers=False, before=self._switch)
+            return Reuse(self.chunk, answers=False, before=self._switch)
         return Reuse(_REUSED, before=self._switch)
 
     def new_cache(self, positions: int, max_nodes: int) -> TreeCache:
@@ -172,22 +178,39 @@ class Target:
         if cache.batch is not None:
             raise ValueError("no prefill is possible for a sequence in a batch")
         tokens = np.array(token_ids, np.int64)
-        size = PREFILL_CHUNK
+        if self.cpu is not None and self.cpu.prefills_faster:
+            yield from self._prefill_compiled(tokens, cache, states)
+            return
+        size = self.chunk
         # One pass over a prompt that reaches the switch uses the angles behind it for all rows; chunks would not.
         if self._switch is not None and cache.length < self._switch < cache.length + len(tokens):
             size = len(tokens)
-        if self.cpu is not None and self.cpu.prefills_faster:
-            size = self.cpu.chunk
         for start in range(0, len(tokens), size):
             yield self._prefill_chunk(tokens[start : start + size], cache, states)
+
+    def _prefill_compiled(
+        self, tokens: NDArray[np.int64], cache: TreeCache, states: HiddenStates | None
+    ) -> Iterator[torch.Tensor]:
+        """`prefill_chunks` in the compiled loops, in chunks as long as a measured time allows: no bit depends on it."""
+        assert self.cpu is not None
+        start = 0
+        while start < len(tokens):
+            chunk = tokens[start : start + self._rows_at_once]
+            began = time.perf_counter()
+            with torch.inference_mode():
+                (logits,) = self.cpu([Rows.of_text(chunk, cache, len(chunk) - 1, states)])
+            seconds = time.perf_counter() - began
+            cache.commit(list(range(len(chunk))))
+            start += len(chunk)
+            if seconds > _LONG_CHUNK_S:
+                self._rows_at_once = max(self._rows_at_once // 2, _LEAST_ROWS)
+            elif seconds < _SHORT_CHUNK_S and len(chunk) == self._rows_at_once:
+                self._rows_at_once = min(2 * self._rows_at_once, self.cpu.chunk)
+            yield logits
 
     @torch.inference_mode()
     def _prefill_chunk(self, tokens: NDArray[np.int64], cache: TreeCache, states: HiddenStates | None) -> torch.Tensor:
         count = len(tokens)
-        if self.cpu is not None and self.cpu.prefills_faster:
-            (logits,) = self.cpu([Rows.of_text(tokens, cache, count - 1, states)])
-            cache.commit(list(range(count)))
-            return logits
         cache.show(None)
         positions = np.arange(cache.length, cache.length + count)
         with self._states_of_pass(wanted=states is not None) as found:

@@ -234,7 +234,7 @@ class TestOrder:
     def test_a_long_prompt_delays_the_others_by_one_chunk(
         self, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(step_module, "PREFILL_CHUNK", 32)
+        monkeypatch.setattr(step_module, "chunk_size", lambda _model: 32)
         engine = make_engine(by_hand=True, forward="torch")
         first = engine.submit(engine.encode(TEXTS[0]), ask(max_tokens=60, speculate=False))
         turn(engine)

@@ -352,7 +352,7 @@ def test_to_the_last_bit_too_where_the_loops_decode_16_bits_that_pytorch_reads(
 ) -> None:
     for module in (cpu_forward, fixed_shape):
         monkeypatch.setattr(module, "slow_products", lambda: False)
-    monkeypatch.setattr(step, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(step, "chunk_size", lambda _model: 32)
     model = make_model("Llama").to(dtype)
     cold, warm = made(model, prefix_bytes=0), made(model)
     assert warm.context.reuse == Reuse(32, answers=False)
@@ -363,7 +363,7 @@ def test_to_the_last_bit_too_where_the_loops_decode_16_bits_that_pytorch_reads(
 def test_strictly_whole_chunks_of_prompts_are_reused_to_the_last_bit(
     name: str, forward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(step, "chunk_size", lambda _model: 32)
     model = make_model(name)
     cold, warm = (made(model, forward=forward, exactness="strict", prefix_bytes=most) for most in (0, None))
     assert warm.context.reuse == Reuse(32, answers=False)
@@ -378,7 +378,7 @@ def test_strictly_to_the_last_bit_in_chunks_of_their_real_size(dtype: torch.dtyp
             made(model, forward="torch", exactness="strict")
         return
     cold, warm = (made(model, forward="torch", exactness="strict", prefix_bytes=most) for most in (0, None))
-    turns(cold, warm, step.PREFILL_CHUNK, bits=True, answers=False)
+    turns(cold, warm, 512, bits=True, answers=False)
 
 
 @pytest.fixture(scope="module")
@@ -466,8 +466,8 @@ def test_only_an_answer_that_ended_is_kept(
 def test_a_prompt_that_is_not_read_to_its_end_is_not_kept(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(step, "chunk_size", lambda _model: 64)
     engine = made(llama)
-    monkeypatch.setattr(step, "PREFILL_CHUNK", 64)
     monkeypatch.setattr(engine.target, "_forward", failing_at(engine.target._forward, 3))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="device lost"):
         answer(engine, text_of(150))

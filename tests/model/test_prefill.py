@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from random_trees import random_tokens, random_tree
 from tiny_models import TREES, VOCABULARY, make_model
+from torch import nn
 
 from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.model import target as step
-from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.fixed_shape import FixedShape, chunk_size
 from reader_rag.model.interface import Step, prefill
 from reader_rag.model.target import Target
 
@@ -37,7 +42,7 @@ def assert_ranks(got: torch.Tensor, expected: torch.Tensor) -> None:
 def test_states_of_a_prompt_rank_what_comes_next_and_change_no_bit(
     name: str, fixed: FixedShape | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(step, "chunk_size", lambda _model: 32)
     model = make_model(name)
     target = Target(model, fixed, forward="torch")
     states, cache, logits = kept(target, 8)
@@ -110,3 +115,68 @@ def test_hidden_states_are_copied_up_to_the_first_position_without_one() -> None
     assert states.take([5, 0]).tolist() == rows[[5, 0]].tolist()
     states.release()
     assert (states.nbytes, states.copy(0, 2)) == (0, None)
+
+
+class Weights(nn.Module):
+    """A model of so many weights beside its embedding and its head, which take no memory."""
+
+    def __init__(self, weights: float, dtype: torch.dtype, device: str = "cpu") -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.ends = nn.ModuleList([nn.Embedding(1000, 10), nn.Linear(10, 1000)])
+            self.rest = nn.Parameter(torch.empty(int(weights)))
+        self.dtype, self.device = dtype, SimpleNamespace(type=device)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.ends[0]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.ends[1]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "weights", "size"),
+    [
+        ("AVX512", torch.bfloat16, 1e5, 512),
+        ("AVX512", torch.bfloat16, 1.06e8, 256),
+        ("AVX512", torch.bfloat16, 3.6e8, 64),
+        ("AVX512", torch.float32, 1.06e8, 128),
+        ("AVX512", torch.bfloat16, 8e9, 32),
+        ("AVX2", torch.bfloat16, 1.06e8, 32),
+        ("DEFAULT", torch.float32, 2e7, 128),
+    ],
+)
+def test_chunks_are_as_long_as_model_type_and_cpu_say(
+    capability: str, dtype: torch.dtype, weights: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    model: Any = Weights(weights, dtype)
+    assert chunk_size(model) == size
+    elsewhere: Any = Weights(weights, dtype, "cuda")
+    assert chunk_size(elsewhere) == 512
+
+
+def test_chunks_in_the_compiled_loops_are_as_short_as_their_time_says_and_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("reader_rag.model.compiled.forward.slow_products", lambda: True)
+    target, text = Target(make_model("Llama").to(torch.bfloat16)), random_tokens(5, 200, VOCABULARY)
+    assert target.cpu is not None
+
+    def committed() -> list[int]:
+        """Positions after each chunk; the logits after the last one go to `ends`."""
+        cache = target.new_cache(200, 0)
+        chunks = [(cache.length, logits) for logits in target.prefill_chunks(text, cache)]
+        ends.append(chunks[-1][1])
+        lengths = [0, *(length for length, _ in chunks)]
+        return [after - before for before, after in pairwise(lengths)]
+
+    ends: list[torch.Tensor] = []
+    clock = iter(float(tick) for tick in range(10**6))
+    with monkeypatch.context() as patch:
+        patch.setattr(step.time, "perf_counter", lambda: next(clock))
+        assert committed() == [64, 32, 16, *[8] * 11]
+    with monkeypatch.context() as patch:
+        patch.setattr(step.time, "perf_counter", lambda: 0.0)
+        assert committed() == [8, 16, 32, 64, 64, 16]
+    assert torch.equal(*ends)

@@ -86,7 +86,7 @@ def test_a_node_that_saw_another_branch_would_show(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3Text", "Llama4Text", "GPT2"])
 def test_a_prompt_may_be_prefilled_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(step, "chunk_size", lambda _model: 7)
     model = make_model(name)
     target, text = Target(model, forward="torch"), random_tokens(3, 40, VOCABULARY)
     cache = target.new_cache(50, 4)
@@ -145,7 +145,7 @@ def test_the_context_window_is_what_the_configuration_says(name: str, window: in
 def test_a_prompt_longer_than_the_switch_is_turned_by_the_angles_behind_it(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(step, "chunk_size", lambda _model: 7)
     model = long_rope(40)
     target, text = Target(model), random_tokens(3, length, VOCABULARY)
     cache = target.new_cache(80, 4)
