@@ -6,30 +6,35 @@ it offers one, closing a stream here ends it on the server, and every failure is
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Self, TypeVar
 
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, TextBlock
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, ValidationError
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 
 from reader_rag.errors import ConfigError, MissingDependencyError, ModelNotFoundError, ReaderError
+from reader_rag.util.encodable import encodable
 
 try:
     import httpx
     import openai
     from llama_index.llms.openai_like import OpenAILike
-    from reader_rag.connectors.openai_server import NO_KEY, RefusedError, Server, UnreadableError, recorded_responses
+    from reader_rag.connectors.openai_server import NO_KEY, RefusedError, Server, UnreadableError, is_count
+    from reader_rag.connectors.openai_transport import recorded_responses
 except ImportError as cause:
     raise MissingDependencyError(
         "an LLM server needs llama-index-llms-openai-like: pip install 'reader-rag[openai]'"
     ) from cause
 
 DEFAULT_TIMEOUT_S = 120.0
+DEFAULT_TOTAL_TIMEOUT_S = 1800.0
 _ESTIMATE_SHARE = 0.8  # share of the context window in use where tokens are counted with another model's tokenizer
 _CACHED_COUNTS = 1 << 16
+_LISTED_MODELS = 20
 
 ResponseT = TypeVar("ResponseT", ChatResponse, CompletionResponse)
 
@@ -60,6 +65,7 @@ class ServerLLM(OpenAILike):
         key: str | None = None,
         max_tokens: int = 256,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        total_timeout_s: float = DEFAULT_TOTAL_TIMEOUT_S,
         context_window: int | None = None,
         **settings: Any,
     ) -> Self:
@@ -71,6 +77,8 @@ class ServerLLM(OpenAILike):
             key: API key; None sends a placeholder.
             max_tokens: Most tokens of an answer.
             timeout_s: Seconds without data from the server after which a call fails.
+            total_timeout_s: Seconds after which a call fails although data comes, its retries included. The time in
+                which the caller does not read a stream is not counted.
             context_window: Most tokens of prompt and answer together; None takes what the server reports, or else
                 LlamaIndex's default.
             settings: Other fields of `OpenAILike`, e.g. `temperature`, 0 (greedy) by default.
@@ -81,9 +89,10 @@ class ServerLLM(OpenAILike):
             ServerError: The server cannot be reached or used.
             BusyError: The server is overloaded.
         """
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s must be above 0, not {timeout_s}")
-        server = Server(url, key, timeout_s)
+        for name, seconds in (("timeout_s", timeout_s), ("total_timeout_s", total_timeout_s)):
+            if not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
+                raise ConfigError(f"{name} must be a number of seconds above 0, not {seconds!r}")
+        server = Server(url, key, timeout_s, total_timeout_s)
         windows = server.models()
         model = _select_model(model, list(windows), server)
         tokenizer = ServerTokenizer.of(server, model)
@@ -131,12 +140,12 @@ class ServerLLM(OpenAILike):
     # LlamaIndex's callbacks and spans wrap the methods below, so they see the responses as returned here.
 
     def _chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        with self._server.translated_errors():
+        with self._server.call():
             response: ChatResponse = super()._chat(messages, **kwargs)
             return _CallReport(self.model).added_to(response)
 
     def _complete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
-        with self._server.translated_errors():
+        with self._server.call():
             response: CompletionResponse = super()._complete(prompt, **kwargs)
             return _CallReport(self.model).added_to(response)
 
@@ -147,12 +156,12 @@ class ServerLLM(OpenAILike):
         return self._reported(super()._stream_complete(prompt, **kwargs))
 
     async def _achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        with self._server.translated_errors():
+        with self._server.call():
             response: ChatResponse = await super()._achat(messages, **kwargs)
             return _CallReport(self.model).added_to(response)
 
     async def _acomplete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
-        with self._server.translated_errors():
+        with self._server.call():
             response: CompletionResponse = await super()._acomplete(prompt, **kwargs)
             return _CallReport(self.model).added_to(response)
 
@@ -164,39 +173,43 @@ class ServerLLM(OpenAILike):
 
     def _reported(self, parts: Generator[ResponseT, None, None]) -> Generator[ResponseT, None, None]:
         """A stream's responses, and a last one with the report; closing it closes the connection."""
-        report, last = _CallReport(self.model), None
+        report, last, budget = _CallReport(self.model), None, self._server.budget()
         opened: list[httpx.Response] = []
         try:
             while True:
-                with self._server.translated_errors(), recorded_responses(opened):
+                with self._server.call(budget), recorded_responses(opened):
                     part = next(parts, None)
+                    last = last if part is None else report.observe(part)
                 if part is None:
                     break
-                last = report.observe(part)
                 yield part
         finally:
             parts.close()
             for response in opened:
                 response.close()
-        yield report.end_of_stream(last, self._server)
+        with self._server.call():
+            end = report.end_of_stream(last, self._server)
+        yield end
 
     async def _areported(self, parts: AsyncGenerator[ResponseT, None]) -> AsyncGenerator[ResponseT, None]:
         """`_reported` for event loops."""
-        report, last = _CallReport(self.model), None
+        report, last, budget = _CallReport(self.model), None, self._server.budget()
         opened: list[httpx.Response] = []
         try:
             while True:
-                with self._server.translated_errors(), recorded_responses(opened):
+                with self._server.call(budget), recorded_responses(opened):
                     part = await anext(parts, None)
+                    last = last if part is None else report.observe(part)
                 if part is None:
                     break
-                last = report.observe(part)
                 yield part
         finally:
             await parts.aclose()
             for response in opened:
                 await response.aclose()
-        yield report.end_of_stream(last, self._server)
+        with self._server.call():
+            end = report.end_of_stream(last, self._server)
+        yield end
 
 
 class ServerTokenizer:
@@ -292,6 +305,7 @@ class _CallReport:
 
     def observe(self, part: ResponseT) -> ResponseT:
         """Record the time and the report of a part of a stream, and return the part."""
+        _make_encodable(part)
         if part.delta or part.additional_kwargs.get("thinking_delta"):
             self._latest = time.perf_counter()
             self._first = self._first or self._latest
@@ -310,25 +324,28 @@ class _CallReport:
 
     def added_to(self, response: ResponseT) -> ResponseT:
         """A whole answer with its report."""
+        _make_encodable(response)
         self._read(response.raw)
         return response.model_copy(update=self._fields())
 
     def _read(self, raw: Any) -> None:
         for choice in raw.choices:
-            self._finish_reason = choice.finish_reason or self._finish_reason
+            self._finish_reason = encodable(str(choice.finish_reason or "")) or self._finish_reason
         self._usage = raw.usage or self._usage
 
     def _fields(self) -> dict[str, Any]:
-        usage = {} if self._usage is None else self._usage.model_dump(exclude_none=True)
+        usage = {} if self._usage is None else self._usage.model_dump(exclude_none=True, warnings=False)
         raw = {
             "model": self._model,
             "usage": None if self._usage is None else usage,
             "finish_reason": self._finish_reason,
         }
-        known = {name: count for name, count in usage.items() if name in ("prompt_tokens", "completion_tokens")}
+        known: dict[str, Any] = {
+            name: usage[name] for name in ("prompt_tokens", "completion_tokens") if is_count(usage.get(name))
+        }
         completion = known.get("completion_tokens", 0)
         reused = usage.get("prompt_tokens_details", {}).get("cached_tokens")
-        if reused is not None:
+        if is_count(reused):
             known["reused_tokens"] = reused
         if self._first:
             known["ttft_s"] = self._first - self._start
@@ -337,8 +354,19 @@ class _CallReport:
         return {"raw": raw, "additional_kwargs": known}
 
 
+def _make_encodable(response: ChatResponse | CompletionResponse) -> None:
+    """Replace broken characters: a server's JSON may hold lone surrogates."""
+    response.delta = response.delta and encodable(response.delta)
+    if isinstance(response, CompletionResponse):
+        response.text = encodable(response.text)
+    else:
+        for block in response.message.blocks:
+            if isinstance(block, TextBlock):
+                block.text = encodable(block.text)
+
+
 def _select_model(model: str | None, known: Sequence[str], server: Server) -> str:
-    names = ", ".join(known)
+    names = ", ".join(known[:_LISTED_MODELS]) + (" ..." if len(known) > _LISTED_MODELS else "")
     if not known:
         raise ModelNotFoundError(f"{server} has no model; load one there")
     if model is None and len(known) > 1:

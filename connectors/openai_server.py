@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import httpx
 import openai
+from reader_rag.connectors.openai_transport import BoundedAsyncClient, BoundedClient, BoundExceededError, TimeBudget
 
 from reader_rag.errors import BusyError, ConfigError, ModelNotFoundError, PromptError, ReaderError, ServerError
 from reader_rag.util.one_line import one_line
@@ -23,8 +23,9 @@ NO_KEY = "none"  # the SDK requires a key; a server without keys ignores it
 _CONNECT_S = 5.0
 _RETRIES = 2  # of requests without an answer, or with 408, 409, 429 or 5xx; the SDK waits in between
 _LONGEST_MESSAGE = 300  # characters of a server's message that are passed on
-
-_responses: ContextVar[list[httpx.Response] | None] = ContextVar("responses", default=None)
+_MOST_COUNT = 1 << 40  # of tokens; larger numbers overflow where they are computed with
+# What the SDK, LlamaIndex and the JSON parser raise on answers of another form, of another encoding or nested too deep.
+_UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class RefusedError(ServerError):
@@ -42,17 +43,18 @@ class Server:
         url: Address of the API, e.g. "http://localhost:8000/v1".
         key: API key; None sends a placeholder.
         timeout_s: Most seconds between two pieces of an answer.
+        total_timeout_s: Most seconds of one call, its retries included.
 
     Raises:
         ConfigError: The address is invalid.
     """
 
-    def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, key: str | None, timeout_s: float, total_timeout_s: float) -> None:
         self.url = _checked_url(url)
         self._has_key = bool(key)
         self._timeout_s = timeout_s
-        timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
-        self._http: dict[str, Any] = {"timeout": timeout, "follow_redirects": True}
+        self._total_timeout_s = total_timeout_s
+        timeout = self._timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
         self._api: dict[str, Any] = {
             "api_key": key or NO_KEY,
             "base_url": self.url,
@@ -65,19 +67,19 @@ class Server:
     @cached_property
     def client(self) -> openai.OpenAI:
         """The blocking client."""
-        return openai.OpenAI(**self._api, http_client=_Client(**self._http))
+        return openai.OpenAI(**self._api, http_client=BoundedClient(self._timeout))
 
     @cached_property
     def async_client(self) -> openai.AsyncOpenAI:
         """The client for event loops."""
-        return openai.AsyncOpenAI(**self._api, http_client=_AsyncClient(**self._http))
+        return openai.AsyncOpenAI(**self._api, http_client=BoundedAsyncClient(self._timeout))
 
     def __str__(self) -> str:
         return f"the server at {self.url}"
 
     def models(self) -> dict[str, int | None]:
         """The models by name, with the context window in tokens, None where the server does not report it."""
-        with self.translated_errors():
+        with self.call():
             answer = json.loads(self.client.get("/models", cast_to=httpx.Response).content)
         try:
             cards = {str(card["id"]): card for card in answer["data"] or []}
@@ -88,7 +90,7 @@ class Server:
             }
         except (AttributeError, KeyError, TypeError) as error:
             raise UnreadableError(f"{self} returns no list of models: does the address end in /v1?") from error
-        return {name: window if isinstance(window, int) and window > 0 else None for name, window in windows.items()}
+        return {name: window if is_count(window) and window else None for name, window in windows.items()}
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Call an endpoint outside the API's prefix.
@@ -101,17 +103,28 @@ class Server:
             The answer, parsed from JSON.
         """
         url = self.url.removesuffix("/v1") + path
-        with self.translated_errors():
+        with self.call():
             return json.loads(self.client.post(url, body=body, cast_to=httpx.Response).content)
 
+    def budget(self) -> TimeBudget:
+        """The time that a new call may spend."""
+        return TimeBudget(self._total_timeout_s)
+
     @contextmanager
-    def translated_errors(self) -> Iterator[None]:
-        """Translate errors of the SDK and of httpx that are raised inside into `ReaderError`s."""
+    def call(self, budget: TimeBudget | None = None) -> Iterator[None]:
+        """Bound the time of the requests that are made inside, and translate what fails into `ReaderError`s.
+
+        Args:
+            budget: The time of a call that is made in several pieces; None: a whole call is made inside.
+        """
         try:
-            yield
+            with (budget or self.budget()).spending():
+                yield
+        except ReaderError:
+            raise
         except (openai.OpenAIError, httpx.HTTPError) as error:
             raise self._translated(error) from error
-        except (json.JSONDecodeError, AttributeError, IndexError, TypeError) as error:  # the SDK fails on the answer
+        except _UNREADABLE as error:  # the SDK or LlamaIndex fails on the answer
             raise UnreadableError(
                 f"{self} answers, but not as an OpenAI-compatible API does: does the address end in /v1?"
             ) from error
@@ -125,6 +138,8 @@ class Server:
         return ServerError(f"{self} broke off the answer ({reason}): send the question again, or see the server's log")
 
     def _translated(self, error: Exception) -> ReaderError:
+        if isinstance(error, BoundExceededError):
+            return ServerError(f"{self} {error}")
         if isinstance(error, openai.APIStatusError):
             return self._translated_status(error)
         cause = error.__cause__ if isinstance(error, openai.APIConnectionError) else error
@@ -161,51 +176,9 @@ class Server:
         return RefusedError(f"{self} refuses the request ({status}: {message})")
 
 
-class _Client(httpx.Client):
-    """Records its responses, and reports a read timeout in a form that the SDK does not retry.
-
-    A slow server would repeat the whole work of a retried request.
-    """
-
-    def send(self, request: httpx.Request, **settings: Any) -> httpx.Response:
-        try:
-            return _record(super().send(request, **settings))
-        except httpx.ReadTimeout as error:  # the SDK retries httpx's errors, and lets its own pass
-            raise openai.APITimeoutError(request) from error
-
-
-class _AsyncClient(httpx.AsyncClient):
-    """`_Client` for event loops."""
-
-    async def send(self, request: httpx.Request, **settings: Any) -> httpx.Response:
-        try:
-            return _record(await super().send(request, **settings))
-        except httpx.ReadTimeout as error:
-            raise openai.APITimeoutError(request) from error
-
-
-def _record(response: httpx.Response) -> httpx.Response:
-    responses = _responses.get()
-    if responses is not None:
-        responses.append(response)
-    return response
-
-
-@contextmanager
-def recorded_responses(responses: list[httpx.Response]) -> Iterator[None]:
-    """Record the responses that the clients open inside.
-
-    Closing a generator of the SDK does not close its connection, because the SDK's stream is part of a reference cycle.
-    The caller that ends a stream early closes the recorded responses.
-
-    Args:
-        responses: The list that they are appended to.
-    """
-    token = _responses.set(responses)
-    try:
-        yield
-    finally:
-        _responses.reset(token)
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value in a server's answer is a number of tokens."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_COUNT
 
 
 def _checked_url(url: str) -> str:

@@ -6,12 +6,22 @@ from a library.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+# Control characters, those that change the direction of text, and lone surrogates, which no terminal takes.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
 
 class ReaderError(Exception):
-    """Base of every error that reader_rag raises on purpose."""
+    """Base of every error that reader_rag raises on purpose.
+
+    As text it is one line that can be printed, whatever the names and messages in it hold.
+    """
+
+    def __str__(self) -> str:
+        return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", " ".join(super().__str__().split()))
 
 
 class ReaderWarning(UserWarning):

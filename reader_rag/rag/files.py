@@ -18,8 +18,9 @@ from reader_rag.config.reading import ReadLimits
 from reader_rag.errors import IngestError
 from reader_rag.rag.reading.process import ReadingProcess
 from reader_rag.rag.reading.text import UnusableFileError as UnusableFileError
-from reader_rag.rag.reading.text import decode, is_encodable
+from reader_rag.rag.reading.text import decode
 from reader_rag.rag.reading.worker import HTML_SUFFIXES
+from reader_rag.util.encodable import is_encodable
 
 # Formats that llama-index-readers-file turns into text; every other file but HTML is read as text itself.
 OFFICE_SUFFIXES = frozenset({".pdf", ".docx", ".pptx", ".pptm", ".ppt", ".epub", ".hwp", ".xls", ".xlsx"})

@@ -62,7 +62,7 @@ def test_the_key_is_sent_and_in_no_field(script: Script, url: str) -> None:
 
 
 def test_a_timeout_must_be_positive(url: str) -> None:
-    with pytest.raises(ConfigError, match="timeout_s must be above 0, not 0"):
+    with pytest.raises(ConfigError, match="timeout_s must be a number of seconds above 0, not 0"):
         ServerLLM.connect(url, timeout_s=0)
 
 

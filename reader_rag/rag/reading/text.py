@@ -67,28 +67,6 @@ def decode(data: bytes, encoding: str = "utf-8") -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def is_encodable(text: str) -> bool:
-    """Whether a text can be stored. A file name that is not valid UTF-8 has lone surrogates in Python.
-
-    Args:
-        text: The text.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def encodable(text: str) -> str:
-    """The text with a question mark for each lone surrogate, which parsers return for broken characters of a file.
-
-    Args:
-        text: The text.
-    """
-    return text if is_encodable(text) else text.encode("utf-8", "replace").decode()
-
-
 def html_text(data: bytes) -> str:
     """The text of an HTML page: without tags, scripts, styles and comments; each block in lines of its own.
 

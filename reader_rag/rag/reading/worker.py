@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reader_rag.rag.reading.text import UnusableFileError, encodable, html_text
+from reader_rag.rag.reading.text import UnusableFileError, html_text
+from reader_rag.util.encodable import encodable
 from reader_rag.util.one_line import first_line
 
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})

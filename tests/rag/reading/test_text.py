@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reader_rag.rag.reading.text import UnusableFileError, encodable, html_text
+from reader_rag.rag.reading.text import UnusableFileError, html_text
 
 PAGES = [
     ("<p>one<p>two", "one\n\ntwo"),
@@ -59,7 +59,3 @@ def test_binary_pages_and_other_encodings_raise() -> None:
         html_text(b"<p>\0</p>")
     with pytest.raises(UnusableFileError, match="not utf-8 text .byte 4."):
         html_text(b"<p>n\xe4ive")
-
-
-def test_lone_surrogates_are_replaced() -> None:
-    assert (encodable("a\ud800b"), encodable("näive")) == ("a?b", "näive")
