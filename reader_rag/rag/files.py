@@ -96,7 +96,7 @@ def find_files(root: Path, exclude: Path | None, *, follow_links: bool = False) 
         except OSError as error:
             found.unlisted.append((folder, f"folder cannot be listed: {error.strerror}"))
     for paths in (found.files, found.unlisted, found.links):
-        paths.sort()  # type: ignore[attr-defined]
+        paths.sort()
     return found
 
 
