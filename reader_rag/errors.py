@@ -60,6 +60,19 @@ class NestedCallError(ReaderError):
     """A logits processor or stopping criterion called the engine that runs it."""
 
 
+class CallbackError(ReaderError, RuntimeError):
+    """A logits processor, stopping criterion, sampler or draft source of the caller's raised what would end an
+    iteration or a task, or returned what it may not."""
+
+
+class ScoresError(ReaderError):
+    """No token can be chosen: all scores are NaN or minus infinity."""
+
+
+class EngineClosedError(ReaderError):
+    """The engine was closed; make another one."""
+
+
 class BusyError(ReaderError):
     """The queue is full, a request waited too long, or the engine is being closed; try again later."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from reader_rag.errors import ConfigError
+from reader_rag.util.encodable import is_encodable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -39,9 +40,10 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
             raise ConfigError(f"kind must be one of {', '.join(get_args(GrammarKind))}, not {self.kind!r}")
-        if not isinstance(self.text, str) or not self.text.strip():
+        if not isinstance(self.text, str) or not self.text.strip() or not is_encodable(self.text):
             raise ConfigError(
-                f"the text of a {self.kind} grammar must be a string that is not empty, not {self.text!r}"
+                f"the text of a {self.kind} grammar must be a string that is not empty, without lone surrogates, not "
+                f"{self.text!r:.80}"
             )
 
     @classmethod
@@ -65,6 +67,8 @@ class Grammar:
             text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as cause:
             raise ConfigError(f"the schema is not JSON: {cause}") from cause
+        except RecursionError as cause:
+            raise ConfigError("the schema is nested too deep; make it flatter, with $ref") from cause
         if not isinstance(parsed, dict):
             raise ConfigError(f"a JSON schema is an object, not {text[:40]}")
         return cls("json_schema", text)

@@ -18,6 +18,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, Self
 
 from reader_rag.errors import ConfigError
+from reader_rag.util.encodable import is_encodable
 
 _KEY = "setting"
 
@@ -171,7 +172,7 @@ def _fits(value: Any, annotation: Any, about: Setting) -> bool:
     if annotation is float:
         return isinstance(value, Real) and not isinstance(value, bool) and about.holds(float(value))
     if annotation is str:
-        return isinstance(value, str) and (bool(value) or about.may_be_empty)
+        return isinstance(value, str) and (bool(value) or about.may_be_empty) and is_encodable(value)
     return isinstance(value, annotation)
 
 

@@ -242,6 +242,7 @@ class Engine:
             BusyError: The queue is full (`BatchConfig.max_waiting`).
             ConfigError: A processor, a criterion, a grammar or a setting cannot be used; or prompt and answer need more
                 memory than `BatchConfig.max_cache_bytes`.
+            EngineClosedError: The engine was closed.
             ForkError: This process was forked after the model was loaded.
             MissingDependencyError: There is a grammar, and llguidance is not installed.
             NestedCallError: A logits processor or stopping criterion that the engine runs calls this.
@@ -368,7 +369,10 @@ class Engine:
             self.lookup.forget(tenant)
 
     def close(self) -> None:
-        """End all requests with a `BusyError`, and write kept answers to the datastore. A later request is decoded."""
+        """End all requests with a `BusyError`, and write kept answers to the datastore.
+
+        Later requests, `forget` and `between_steps` raise an `EngineClosedError`; closing again does nothing.
+        """
         self.scheduler.close()
         if self.lookup is not None:
             self.lookup.flush()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from reader_rag.config import DraftConfig, SamplingParams
+from reader_rag.config import DraftConfig, SamplingParams, checked_tenant, unknown_argument
 from reader_rag.draft.source import DraftSource, SourceFactory, make_sources
 from reader_rag.engine.outputs import Passage, Prompt
-from reader_rag.errors import PromptError
+from reader_rag.errors import ConfigError, PromptError
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
 from reader_rag.sampling.logits_processors import copy_processors, make_processors
-from reader_rag.sampling.sampler import Processor, Sampler, make_sampler
+from reader_rag.sampling.sampler import CheckedSampler, Processor, Sampler, make_sampler
 from reader_rag.util.fork import check_not_forked
 
 StoppingCriterion = Callable[[torch.Tensor, None], Any]
@@ -142,15 +143,16 @@ class RequestBuilder:
         """
         check_not_forked()
         options = options or {}
-        unknown = options.keys() - RequestOptions.__annotations__.keys()
-        if unknown:
-            known = ", ".join(RequestOptions.__annotations__)
-            raise TypeError(f"unexpected argument {', '.join(sorted(unknown))}; the options are {known}")
-        self._check(prompt)
-        params = params or SamplingParams()
+        check_options(options, passages)
+        prompt = self._checked(prompt)
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}")
         given = options.get("logits_processor", ())
         processors, criteria = copy_processors(given, options.get("stopping_criteria", ()))
         sampler, constraint = options.get("sampler"), None
+        if sampler is not None:
+            sampler = CheckedSampler(sampler, self.vocabulary)
         has_callbacks = sampler is not None or bool(processors or criteria)
         if sampler is None:
             constraint = self._constraint(prompt, params)
@@ -200,10 +202,18 @@ class RequestBuilder:
         )
         return make_sampler(params, processors)
 
-    def _check(self, prompt: Prompt) -> None:
+    def _checked(self, prompt: Prompt) -> Prompt:
+        """The prompt, with a tuple of integers as token ids."""
+        if not isinstance(prompt, Prompt):
+            raise PromptError(
+                f"a prompt must be a Prompt, not {type(prompt).__name__}: use engine.encode(text) or Prompt(token_ids)"
+            )
+        prompt = replace(prompt, token_ids=_integers(prompt.token_ids))
         length = len(prompt.token_ids)
         if not length:
             raise PromptError("the prompt is empty; pass at least one token")
+        if not isinstance(prompt.text, str) or (prompt.offsets is not None and len(prompt.offsets) != length):
+            raise PromptError("a prompt's text must be a string, and its offsets as many as its token ids, or None")
         if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.vocabulary:
             wrong = next(token for token in prompt.token_ids if not 0 <= token < self.vocabulary)
             raise PromptError(
@@ -214,11 +224,57 @@ class RequestBuilder:
                 f"the prompt has {length} tokens, and {self._name} reads at most {self._context_window - 1}; "
                 "shorten it, or retrieve fewer passages (similarity_top_k)"
             )
+        return prompt
 
     def _constraint(self, prompt: Prompt, params: SamplingParams) -> Constraint | None:
         if params.grammar is None:
             return None
         return Constraint(self._grammars.compile(params.grammar), len(prompt.token_ids))
+
+
+def _integers(token_ids: Any) -> tuple[int, ...]:
+    """Token ids as a tuple of integers.
+
+    Raises:
+        PromptError: They are no sequence of integers.
+    """
+    try:
+        array = token_ids.cpu().numpy() if isinstance(token_ids, torch.Tensor) else np.asarray(token_ids)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        array = np.empty((), object)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise PromptError("the token ids of a prompt must be a list of integers, of one prompt")
+    return tuple(array.tolist())
+
+
+def check_options(options: RequestOptions, passages: Sequence[Passage]) -> None:
+    """Check the types of a request's options and passages.
+
+    Args:
+        options: The options.
+        passages: The passages.
+
+    Raises:
+        ConfigError: There is no such option, or it is of another type.
+    """
+    known = RequestOptions.__annotations__
+    for name in options:
+        if name not in known:
+            raise ConfigError(unknown_argument(name, known))
+    checked_tenant(options.get("tenant", ""))
+    for name, kind in (("draft", DraftConfig), ("recall", bool)):
+        value: Any = options.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{name} must be {kind.__name__}, not {value!r}")
+    sampler = options.get("sampler")
+    if sampler is not None and not callable(sampler):
+        raise ConfigError(f"sampler must be callable with the result of a pass (Verified); {sampler!r} is not")
+    for name, listed in (("passages", passages), ("draft_sources", options.get("draft_sources", ()))):
+        if not isinstance(listed, (list, tuple)):
+            raise ConfigError(f"{name} must be a list, not {type(listed).__name__}")
+    for passage in passages:
+        if not (isinstance(passage, Passage) and isinstance(passage.id, str) and isinstance(passage.text, str)):
+            raise ConfigError(f"a passage must be a Passage with an id and a text as strings, not {passage!r:.80}")
 
 
 def _logits_width(model: PreTrainedModel) -> int:

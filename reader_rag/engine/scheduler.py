@@ -24,7 +24,7 @@ from reader_rag.engine.request import Request
 from reader_rag.engine.sequence import DecodeSequence
 from reader_rag.engine.step import run_step
 from reader_rag.engine.stream import Delivery, GenerationStream, for_reader
-from reader_rag.errors import BusyError, ConfigError, NestedCallError
+from reader_rag.errors import BusyError, ConfigError, EngineClosedError, NestedCallError
 from reader_rag.kv_cache.batch_cache import ROOM
 from reader_rag.model.profile_task import ProfileTask
 from reader_rag.util.out_of_memory import free_bytes
@@ -127,6 +127,7 @@ class Scheduler:
         self._rows: list[_Row] = []
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closing = False
+        self._closed = False
         self._worker: threading.Thread | None = None
         self._available_bytes: int | None = None
         self._reported_moves = (0, 0)
@@ -170,8 +171,9 @@ class Scheduler:
             Its answer while it is decoded.
 
         Raises:
-            BusyError: The queue is full, or the engine is being closed.
+            BusyError: The queue is full.
             ConfigError: It needs more memory than all requests together may take.
+            EngineClosedError: The engine was closed.
             NestedCallError: A logits processor or stopping criterion of this engine calls.
         """
         self.refuse_nested()
@@ -185,8 +187,7 @@ class Scheduler:
             )
         sequence.prepare()
         with self._changed:
-            if self._closing:
-                raise BusyError("the engine is being closed; try again later")
+            self._refuse_closed()
             if len(self._waiting) >= self.limits.max_waiting:
                 raise BusyError(f"the queue is full: {len(self._waiting)} requests wait (max_waiting); try again later")
             self._waiting.append(row)
@@ -220,6 +221,7 @@ class Scheduler:
         future: Future[ResultT] = Future()
         limit = self.limits.max_wait_s or _BLOCKED_S
         with self._changed:
+            self._refuse_closed()
             self._calls.append((call, future))
             self._wake_worker()
         if not wait([future], limit).done and future.cancel():
@@ -227,8 +229,12 @@ class Scheduler:
         return future.result()
 
     def close(self) -> None:
-        """End all requests with a `BusyError`, wait for the step that is running, and end the profile task."""
+        """End all requests with a `BusyError`, wait for the step that is running, and end the profile task.
+
+        Later calls raise an `EngineClosedError`.
+        """
         with self._changed:
+            self._closed = True
             for row in [*self._rows, *self._waiting]:
                 row.delivery.cancel(
                     BusyError("the engine was closed before the answer was finished; submit the request again")
@@ -240,6 +246,11 @@ class Scheduler:
             worker.join()
         if self.profile_task is not None:
             self.profile_task.close()
+
+    def _refuse_closed(self) -> None:
+        """Refuse calls after `close`; under `_changed`."""
+        if self._closed:
+            raise EngineClosedError("the engine was closed: load another one (or make another ReaderLLM)")
 
     def _check(self, row: _Row) -> None:
         """End a request that waits while a callback of another request blocks the worker thread.

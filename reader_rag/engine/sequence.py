@@ -32,6 +32,7 @@ from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.interface import SequenceCache
 from reader_rag.model.step_costs import Rest, asked_positions_pay
 from reader_rag.sampling.accept import accept_path
+from reader_rag.sampling.logits_processors import any_met
 from reader_rag.sampling.logprobs import TokenLogprobs, token_logprobs
 from reader_rag.sampling.sampler import Verified
 from reader_rag.sampling.topk import TopK
@@ -366,9 +367,7 @@ class DecodeSequence:
         if not self.request.criteria:
             return False
         ids = torch.tensor([[*self.request.prompt.token_ids, *self._tokens]], device=self._context.target.device)
-        # All are called, as in `transformers`: one that counts its calls must not miss any.
-        met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.request.criteria]
-        return any(met)
+        return any_met(self.request.criteria, ids)
 
     def _record(self, logits: torch.Tensor, rows: list[int], tokens: list[int]) -> None:
         params = self.request.params

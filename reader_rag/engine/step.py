@@ -19,9 +19,6 @@ from reader_rag.model.interface import Step
 from reader_rag.sampling.topk import TopK, fetch_top_k
 from reader_rag.util.out_of_memory import is_out_of_memory
 
-_NOT_OF_A_SEQUENCE = (KeyboardInterrupt, GeneratorExit)
-"""What is raised from outside, whichever sequence was being decoded."""
-
 Asked = dict[DecodeSequence, NDArray[np.int32]]
 """By sequence, positions of its prompt whose logits the pass computes too."""
 
@@ -63,7 +60,7 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
         try:
             drafts[sequence] = sequence.propose(skip=costs is not None and sequence.rest.due())
         except BaseException as error:
-            _note(sequence, error, failed)
+            failed[sequence] = error
         drafting[sequence] = time.perf_counter() - before
     trees = _within_budget(context, drafts)
     lengths = [sequence.cache.length for sequence in trees]
@@ -80,7 +77,7 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
             emitted.append(count)
             accepted.append(sources)
         except BaseException as error:
-            _note(sequence, error, failed)
+            failed[sequence] = error
     ended = time.perf_counter()
     shared = len(trees) == 1 or context.target.shares
     if costs is not None and shared and not failed:
@@ -92,13 +89,6 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
     report = StepReport(positions, accepted, emitted, sum(drafting.values()), ended - started)
     context.observers.tell("stepped", report)
     return failed
-
-
-def _note(sequence: DecodeSequence, error: BaseException, failed: dict[DecodeSequence, BaseException]) -> None:
-    """Count an error in a sequence as that sequence's alone."""
-    if isinstance(error, _NOT_OF_A_SEQUENCE):
-        raise error
-    failed[sequence] = error
 
 
 def _within_budget(context: DecodeContext, trees: dict[DecodeSequence, DraftTree]) -> dict[DecodeSequence, DraftTree]:
@@ -160,7 +150,7 @@ def _verified(
         try:
             verified |= _pass_over(context, {sequence: step}, asked)
         except BaseException as error:
-            _note(sequence, error, failed)
+            failed[sequence] = error
     return verified
 
 

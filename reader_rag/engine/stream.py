@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Self
 
 from reader_rag.engine.outputs import Chunk, Generation
+from reader_rag.errors import CallbackError
 
 _CHECK_S = 1.0
 """How often a reader that waits checks that its request can still be decoded."""
@@ -22,7 +23,7 @@ class Delivery:
     def __init__(self) -> None:
         self._chunks: deque[Chunk] = deque()
         self._changed = threading.Condition()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._only_end = False
         self.cancelled = False
@@ -37,7 +38,7 @@ class Delivery:
                 self._chunks.append(chunk)
                 self._notify()
 
-    def end(self, error: Exception | None = None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """No more chunks come, because of this error if there is one; no effect on an answer that has ended."""
         with self._changed:
             if not self.ended:
@@ -202,8 +203,8 @@ def _set(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-def for_reader(error: BaseException | None) -> Exception | None:
-    """An error as its reader receives it: never one that ends an iteration or a program.
+def for_reader(error: BaseException | None) -> BaseException | None:
+    """An error as its reader receives it: with its type, unless that would end the reader's iteration or task.
 
     A note says where it was raised. Its traceback is dropped: it would hold the frames of the step, and with them what
     was decoded together, of other tenants too, for as long as the error is referenced.
@@ -215,7 +216,7 @@ def for_reader(error: BaseException | None) -> Exception | None:
     while held is not None:
         held.__traceback__ = None
         held = held.__cause__ or held.__context__
-    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
-        error = RuntimeError(f"the answer was ended by {error!r}")
+    if isinstance(error, (StopIteration, StopAsyncIteration, asyncio.CancelledError)):
+        error = CallbackError(f"a callback of the request raised {error!r}, which ended the answer")
     error.add_note(f"in the thread that decodes:\n{where}")
     return error

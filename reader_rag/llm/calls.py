@@ -140,6 +140,8 @@ class LLMCalls(FunctionCalling, LLMSettings):
             speculate: The call's argument; None: not given.
             max_nodes: The call's argument; None: not given.
         """
+        if not isinstance(self.speculate, bool):
+            return self.speculate  # which `SamplingParams` refuses
         limit = self.max_nodes if max_nodes is None else max_nodes
         if speculate is True and limit == 0:
             raise ConfigError("speculate=True asks for drafts and max_nodes=0 turns them off; change one of them")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ToolCallBlock
 
+from reader_rag.engine.text.template import bounded_template
 from reader_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def _takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
 
     probe = [{"role": "system", "content": "system-probe"}, {"role": "user", "content": "user-probe"}]
     try:
-        return "system-probe" in str(tokenizer.apply_chat_template(probe, tokenize=False))
+        text = bounded_template(tokenizer, lambda: str(tokenizer.apply_chat_template(probe, tokenize=False)))
     except TemplateError:
         return False
+    return "system-probe" in text

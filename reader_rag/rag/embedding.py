@@ -7,10 +7,12 @@ import threading
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import PrivateAttr
 
 from reader_rag.errors import ModelError, ModelNotFoundError, ReaderError
+from reader_rag.util.encodable import encodable
 from reader_rag.util.fork import check_not_forked, note_threads
 from reader_rag.util.one_line import first_line
 from reader_rag.util.quiet import quiet_loading
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 # Limit for models whose tokenizer reports none (a very large number).
 _LONGEST_SEQUENCE = 8192
+_TRIAL = "A text."
 
 
 class SizedEmbedding(BaseEmbedding):
@@ -108,7 +111,9 @@ class LocalEmbedding(SizedEmbedding):
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens and truncation."""
         with self._lock:
-            ids = self._model.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+            ids = self._model.tokenizer(encodable(text), add_special_tokens=False, truncation=False, verbose=False)[
+                "input_ids"
+            ]
         return [int(i) for i in ids]
 
     def count_tokens(self, text: str) -> int:
@@ -118,7 +123,7 @@ class LocalEmbedding(SizedEmbedding):
     def _get_query_embedding(self, query: str) -> Embedding:
         check_not_forked()
         with self._lock:
-            vectors = self._model.encode_query([query], normalize_embeddings=True, show_progress_bar=False)
+            vectors = self._model.encode_query([encodable(query)], normalize_embeddings=True, show_progress_bar=False)
         return [float(x) for x in vectors[0]]
 
     def _get_text_embedding(self, text: str) -> Embedding:
@@ -128,7 +133,10 @@ class LocalEmbedding(SizedEmbedding):
         check_not_forked()
         with self._lock:
             vectors = self._model.encode_document(
-                texts, batch_size=self.embed_batch_size, normalize_embeddings=True, show_progress_bar=False
+                [encodable(text) for text in texts],
+                batch_size=self.embed_batch_size,
+                normalize_embeddings=True,
+                show_progress_bar=False,
             )
         return [[float(x) for x in vector] for vector in vectors]
 
@@ -151,7 +159,13 @@ def _load(model_name: str, device: str | None, trust_remote_code: bool) -> Sente
         with quiet_loading():
             from sentence_transformers import SentenceTransformer
 
-            return SentenceTransformer(place, device=device, trust_remote_code=trust_remote_code)
+            model = SentenceTransformer(place, device=device, trust_remote_code=trust_remote_code)
+            vectors = model.encode_document(
+                [_TRIAL], show_progress_bar=False
+            )  # a damaged folder may load, and fail here
+        if not np.isfinite(vectors).all():
+            raise ModelError(f"{model_name!r} gives vectors that are not finite; its weights may be damaged")
+        return model
     except ReaderError:
         raise
     except OSError as error:
@@ -159,7 +173,7 @@ def _load(model_name: str, device: str | None, trust_remote_code: bool) -> Sente
             f"the embedding model {model_name!r} cannot be read; give an alias, a hub id or a folder that "
             f"sentence-transformers can load, or run `reader-rag models get`"
         ) from error
-    except (ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # damaged files raise errors of many libraries, of pickle and safetensors for example
         raise ModelError(f"{model_name!r} cannot be loaded as an embedding model: {first_line(error)}") from error
 
 

@@ -19,6 +19,7 @@ from llama_index.core.schema import NodeWithScore, QueryType
 from llama_index.core.utilities.token_counting import TokenCounter
 from llama_index.core.utils import get_tokenizer
 
+from reader_rag.engine.text.template import bounded_template
 from reader_rag.errors import PromptError
 from reader_rag.rag.prompts import NOTHING_FOUND
 from reader_rag.rag.surroundings import Surroundings
@@ -185,7 +186,8 @@ def _template_tokens(tokenizer: Any) -> tuple[int, int]:
 
     def size(*roles: str) -> int:
         messages = [{"role": role, "content": ""} for role in roles]
-        return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        apply = tokenizer.apply_chat_template
+        return bounded_template(tokenizer, lambda: len(apply(messages, add_generation_prompt=True, return_dict=False)))
 
     one, three = size("user"), size("user", "assistant", "user")
     return one, -(-(three - one) // 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from reader_rag.config import SamplingParams
-from reader_rag.errors import ConfigError
+from reader_rag.errors import CallbackError, ConfigError
 from reader_rag.sampling.sampler import Processor
 
 
@@ -178,6 +178,29 @@ def copy_processors(processors: Sequence[Any], criteria: Sequence[Any]) -> tuple
             f"reach another; give it a __deepcopy__ ({cause})"
         ) from cause
     return copied
+
+
+def any_met(criteria: Sequence[Callable[[torch.Tensor, None], Any]], token_ids: torch.Tensor) -> bool:
+    """Whether a stopping criterion is met. All are called, as in `transformers`: one that counts must not miss any.
+
+    Args:
+        criteria: Stopping criteria.
+        token_ids: [1, length], prompt and answer.
+
+    Raises:
+        CallbackError: A criterion returned something else than whether to stop.
+    """
+    met = False
+    for criterion in criteria:
+        result = criterion(token_ids, None)
+        try:
+            met |= bool(torch.as_tensor(result).all())
+        except (TypeError, ValueError, RuntimeError) as cause:
+            name = getattr(criterion, "__name__", type(criterion).__name__)
+            raise CallbackError(
+                f"the stopping criterion {name} must return True or False, or a tensor of them, not {result!r:.40}"
+            ) from cause
+    return met
 
 
 def _listed(objects: Any, kind: str) -> Sequence[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from reader_rag.config import SamplingParams
 from reader_rag.draft.tree import DraftTree
-from reader_rag.errors import ConfigError
+from reader_rag.errors import CallbackError, ConfigError, ScoresError
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A `LogitsProcessor` of `transformers`, or a function like it: token ids [1, length] and scores float32
@@ -69,12 +71,27 @@ class Sampler(Protocol):
 def greedy(verified: Verified) -> Callable[[int], int]:
     """The most probable token everywhere (of equal ones, the first)."""
     if verified.argmax is not None:
-        return verified.argmax.__getitem__
-    logits = verified.logits
+        ranked = verified.argmax
+        return lambda row: _chosen(ranked[row], ranked[row] >= 0)
     # On the CPU NumPy's argmax: the threads that PyTorch would wake spin for a while, in the way of the next step's.
-    alike = logits.device.type == "cpu" and logits.dtype == torch.float32
-    tokens: list[int] = (logits.numpy() if alike else logits).argmax(-1).tolist()
-    return tokens.__getitem__
+    alike = verified.logits.device.type == "cpu" and verified.logits.dtype == torch.float32
+    logits: Any = verified.logits.numpy() if alike else verified.logits
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return lambda row: _chosen(tokens[row], logits[row, tokens[row]] > -math.inf)
+
+
+def _chosen(token: int, possible: Any) -> int:
+    """A token whose score is a number; NaN and minus infinity are the highest score only where no other is.
+
+    Raises:
+        ScoresError: Its score is none.
+    """
+    if not possible:
+        raise ScoresError(
+            "no token can be chosen: all scores of the model are NaN or minus infinity; its weights may be damaged, or "
+            "overflow in this dtype (try dtype='float32')"
+        )
+    return token
 
 
 _FEW = 4
@@ -98,7 +115,18 @@ class ProcessedSampler:
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
         """Choose tokens row by row; arguments and result of a `Sampler`."""
-        return lambda row: int(self.perturbed(verified, row).argmax())
+        return lambda row: self._choose(verified, row)
+
+    def _choose(self, verified: Verified, row: int) -> int:
+        scores = self.perturbed(verified, row)
+        token = int(scores.argmax())
+        if not scores[token] > -torch.inf:
+            names = ", ".join(type(processor).__name__ for processor in self._processors)
+            raise ScoresError(
+                f"no token can be chosen: all scores are NaN or minus infinity after the logits processors ({names}); "
+                "one of them leaves no token, or the model's own scores are not finite"
+            )
+        return token
 
     def perturbed(self, verified: Verified, row: int) -> torch.Tensor:
         """float32 [vocabulary], whose argmax is the chosen token: `scores` plus the noise of the row's position."""
@@ -130,12 +158,41 @@ class ProcessedSampler:
             ids = torch.from_numpy(verified.prefix(row))[None].to(scores.device)
             for processor in self._processors:
                 scores = processor(ids, scores)
-                if not isinstance(scores, torch.Tensor) or scores.shape != shape:
+                if not isinstance(scores, torch.Tensor) or scores.shape != shape or not scores.is_floating_point():
+                    returned = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, torch.Tensor) else None
                     raise ConfigError(
-                        f"the logits processor {type(processor).__name__} must return scores of shape {tuple(shape)}, "
-                        f"not {tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__}"
+                        f"the logits processor {type(processor).__name__} must return floating-point scores of shape "
+                        f"{list(shape)}, not {returned or type(scores).__name__}"
                     )
             return scores[0]
+
+
+class CheckedSampler:
+    """A sampler of the caller's, whose tokens are checked: a token id out of range ends the process on some devices.
+
+    Args:
+        sampler: The sampler.
+        vocabulary: Number of token ids that the model has.
+    """
+
+    def __init__(self, sampler: Sampler, vocabulary: int) -> None:
+        self._sampler = sampler
+        self._vocabulary = vocabulary
+
+    def __call__(self, verified: Verified) -> Callable[[int], int]:
+        """Prepare the choice; arguments and result of a `Sampler`."""
+        choose = self._sampler(verified)
+
+        def checked(row: int) -> int:
+            token: Any = choose(row)
+            if not isinstance(token, Integral) or not 0 <= int(token) < self._vocabulary:
+                raise CallbackError(
+                    f"the sampler {type(self._sampler).__name__} chose {token!r:.40}, which is no token id in "
+                    f"0..{self._vocabulary - 1}"
+                )
+            return int(token)
+
+        return checked
 
 
 def gumbel(

@@ -23,7 +23,8 @@ class TopK:
     """The most probable tokens of each row of a pass.
 
     Attributes:
-        argmax: [rows], the most probable token of each row; of equally probable ones, the one with the lowest id.
+        argmax: [rows], the most probable token of each row; of equally probable ones, the one with the lowest id; -1
+            where its score is NaN or minus infinity.
         best: int32 [rows, BEST], the most probable tokens of each row, most probable first; None: not computed.
     """
 
@@ -83,6 +84,7 @@ def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _ranked(logits: torch.Tensor, learns: bool) -> torch.Tensor:
     """int64 [rows, 1 + best], the first of the most probable tokens, and the best in any order of equal ones."""
     argmax = logits.argmax(-1, keepdim=True)
+    argmax = torch.where(logits.gather(-1, argmax) > -torch.inf, argmax, -1)
     return torch.cat([argmax, _highest_places(logits)], dim=-1) if learns else argmax
 
 

@@ -622,3 +622,13 @@ def test_the_examples_of_the_docs_run(real_engine: Engine, monkeypatch: pytest.M
     namespace: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("value", ["false", "true", 0, 1, "no"])
+@pytest.mark.parametrize("max_nodes", [0, 8])
+def test_speculate_must_be_true_or_false(tiny_engine: Engine, value: Any, max_nodes: int) -> None:
+    says = "speculate must be True or False"
+    with pytest.raises(ConfigError, match=says):
+        ReaderLLM(engine=tiny_engine, speculate=value, max_nodes=max_nodes)
+    with pytest.raises(ConfigError, match=says):
+        ReaderLLM(engine=tiny_engine).complete("a", formatted=True, speculate=value)

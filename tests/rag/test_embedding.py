@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reader_rag.errors import ModelError, ModelNotFoundError
+from reader_rag.errors import ModelError, ModelNotFoundError, ReaderError
 from reader_rag.rag import LocalEmbedding
 
 
@@ -71,3 +73,40 @@ def test_a_folder_without_a_model_raises_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no model")
     with pytest.raises(ModelError, match=tmp_path.name):
         LocalEmbedding(str(tmp_path))
+
+
+@pytest.fixture
+def damaged_folder(minilm: LocalEmbedding, tmp_path: Path) -> Path:
+    """A copy of the default embedding model, of which a test damages a file."""
+    from reader_rag.model.registry import resolve_embed_model
+
+    return Path(shutil.copytree(resolve_embed_model("minilm"), tmp_path / "model", symlinks=False))
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "binary", "deep", "null", "pickle"])
+def test_a_damaged_folder_is_one_line(damaged_folder: Path, damage: str) -> None:
+    refused = []
+    for path in sorted(path for path in damaged_folder.rglob("*") if path.is_file() and path.suffix != ".md"):
+        whole = path.read_bytes()
+        content = {
+            "empty": b"",
+            "half": whole[: len(whole) // 2],
+            "binary": bytes(range(256)) * 4,
+            "deep": b"[" * 100_000,
+            "null": b"null",
+            "pickle": pickle.dumps(ValueError("never unpickled")),
+        }[damage]
+        path.write_bytes(content)
+        try:
+            LocalEmbedding(str(damaged_folder), device="cpu")
+        except ReaderError:
+            refused.append(path.name)
+        finally:
+            path.write_bytes(whole)
+    assert {"config.json", "tokenizer.json"} <= set(refused)
+
+
+def test_texts_with_lone_surrogates_have_vectors(minilm: LocalEmbedding) -> None:
+    assert minilm.get_query_embedding("a\ud800") == minilm.get_query_embedding("a?")
+    assert minilm.get_text_embedding("a\ud800") == minilm.get_text_embedding("a?")
+    assert minilm.count_tokens("a\ud800") == minilm.count_tokens("a?")

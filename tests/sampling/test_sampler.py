@@ -91,7 +91,9 @@ def test_processors_are_applied_in_order() -> None:
 
 @pytest.mark.parametrize("wrong", [lambda ids, scores: scores[0], lambda ids, scores: None])
 def test_a_processor_that_returns_no_scores_is_named(wrong: Processor) -> None:
-    with pytest.raises(ConfigError, match=r"logits processor function must return scores of shape \(1, 5\), not"):
+    with pytest.raises(
+        ConfigError, match=r"logits processor function must return floating-point scores of shape \[1, 5\], not"
+    ):
         ProcessedSampler([wrong])(after(LOGITS, 1))(0)
 
 

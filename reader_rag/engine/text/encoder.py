@@ -9,8 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from reader_rag.engine.outputs import Prompt
-from reader_rag.errors import ConfigError
-from reader_rag.util.one_line import first_line
+from reader_rag.engine.text.template import render_chat
+from reader_rag.errors import PromptError
+from reader_rag.util.encodable import is_encodable
 
 
 class PromptEncoder:
@@ -35,7 +36,11 @@ class PromptEncoder:
 
         Returns:
             The token ids, with the characters of each if the tokenizer is a fast one.
+
+        Raises:
+            PromptError: It is no text, or has a lone surrogate.
         """
+        _check_text(text)
         offsets = bool(getattr(self._tokenizer, "is_fast", False))
         with self._lock:
             encoded: Any = self._tokenizer(
@@ -51,19 +56,17 @@ class PromptEncoder:
             tools: Tools for a chat template that describes them, in OpenAI's form.
 
         Raises:
-            ConfigError: The tokenizer has no chat template, or the template refuses these messages.
+            ConfigError: The tokenizer has no chat template, or the template refuses these messages or does not end.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise ConfigError(f"{self._name} has no chat template; pass a formatted prompt to complete() instead")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(m) for m in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except Exception as cause:
-            raise ConfigError(
-                f"the chat template of {self._name} refuses the messages ({first_line(cause)}); change their roles"
-            ) from cause
-        return self.encode(str(text))
+        return self.encode(render_chat(self._tokenizer, self._name, messages, tools))
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise PromptError(f"a text must be a string, not {type(text).__name__}")
+    if not is_encodable(text):
+        at = next(at for at, character in enumerate(text) if not is_encodable(character))
+        raise PromptError(
+            f"the text has a lone surrogate (character {at}), half of a character that no tokenizer takes; replace it, "
+            "for example by text.encode('utf-8', 'replace').decode()"
+        )
