@@ -6,7 +6,7 @@ import typer
 
 from reader_rag.bench.datastore.commands import datastore
 from reader_rag.bench.generate.commands import cache, generate
-from reader_rag.bench.load.commands import load
+from reader_rag.bench.load.commands import load, load_memory
 from reader_rag.bench.replay.commands import calibrate, drafting, recall, record, replay
 from reader_rag.bench.vllm.commands import vllm, vllm_costs, vllm_stress
 
@@ -15,6 +15,7 @@ app = typer.Typer(help="Measure speed and exactness.", no_args_is_help=True)
 for _command, _example in (
     (generate, "generate --prompts prompts.jsonl --categories rag --limit 10 --dtype bfloat16"),
     (load, "load --prompts prompts.jsonl --categories rag --limit 10"),
+    (load_memory, "load-memory --shape qwen2.5-0.5b --quantization int8"),
     (replay, "replay traces.jsonl --top8 traces.npz --nodes 64"),
     (drafting, "drafting traces.jsonl --top8 traces.npz"),
     (recall, "recall traces.jsonl --top8 traces.npz"),

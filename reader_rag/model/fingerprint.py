@@ -35,7 +35,7 @@ _SAMPLED = 256
 _OF_A_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 """Fields of a configuration that do not change what the model computes, or are in the fingerprint by themselves."""
 FORMAT_VERSION = 1
-"""Raise it when quantised weights are computed or stored otherwise than before."""
+"""Raise it when quantised weights are computed, stored or multiplied otherwise than before."""
 
 
 @dataclass(frozen=True)

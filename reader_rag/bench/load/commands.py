@@ -1,7 +1,9 @@
-"""`reader-rag bench load`."""
+"""`reader-rag bench load` and `bench load-memory`."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +50,84 @@ def load(
     print_report(report, as_json, _show)
     if any(row["wrong"] or row["not_refused"] or row["cache_bytes"] for row in report["rounds"]):
         raise typer.Exit(1)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
+}
+"""Shapes of models that `load-memory` makes of random weights."""
+
+
+def load_memory(
+    model: Annotated[str | None, typer.Option("--model", help="LLM: alias, local folder or hub id.")] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help=f"Instead: random weights of the shape of {' or '.join(SHAPES)}.")
+    ] = None,
+    untied: Annotated[bool, typer.Option("--untied", help="Give the shape an output head of its own.")] = False,
+    dtype: options.Dtype = LoadConfig.dtype,
+    quantization: options.Quantization = LoadConfig.quantization,
+    as_json: options.Json = False,
+) -> None:
+    """Measure memory while a model is loaded.
+
+    Samples the anonymous memory of a new process (Linux, CPU), once with an empty cache of quantised weights and once
+    with what the first start has kept. Exit status: 1 if with --quantization int8 a peak lies above the memory of the
+    process before, the model's tensors, and two of its largest matrices in float32.
+    """
+    from reader_rag.bench.load.memory import make_random_model, measure_loading
+
+    if (model is None) == (shape is None):
+        raise ConfigError("give either --model NAME or --shape NAME")
+    if shape is not None and shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}: use {' or '.join(SHAPES)}")
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if shape is not None:
+            (folder / "model").mkdir()
+            make_random_model(SHAPES[shape] | {"tie_word_embeddings": not untied}, folder / "model")
+        place = folder / "model" if model is None else _folder_of(model)
+        starts = {}
+        for start in ("first", "second"):
+            starts[start] = measure_loading(place, folder / "cache", dtype=dtype, quantization=quantization)
+    about = {"model": model or shape, "untied": untied, "dtype": dtype, "quantization": quantization}
+    print_report({**about, "starts": starts}, as_json, _show_memory)
+    if quantization != "none" and any(row["peak_mb"] > row["bound_mb"] for row in starts.values()):
+        raise typer.Exit(1)
+
+
+def _folder_of(model: str) -> Path:
+    from reader_rag.model.registry import get_model, resolve_model
+
+    found = resolve_model(model)
+    return found if isinstance(found, Path) else get_model(found)
+
+
+def _show_memory(report: dict[str, Any]) -> None:
+    starts: dict[str, dict[str, float]] = report["starts"]
+    print_table(
+        f"{report['model']}, {report['quantization']}: anonymous memory, MB",
+        ["start", *next(iter(starts.values()))],
+        ([name, *row.values()] for name, row in starts.items()),
+    )
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ GREATEST = 127
 """Magnitude of the largest quantised value; -128 is not used."""
 _GPU_ROWS, _GPU_MULTIPLE = 32, 8
 """On CUDA, `torch._int_mm` takes more than 16 rows, and inputs and features in multiples of 8."""
-_NUMBERS_AT_ONCE = 1 << 22
+_NUMBERS_AT_ONCE = 1 << 20
 """Of a weight that is quantised, in float32."""
 
 

@@ -1,7 +1,7 @@
 """Which part of a model is stored in which form, and a model made of stored tensors.
 
-The linear layers of a model become int8; embedding, output head and large parts that are no linear layers stay in 16
-bits; norms, biases and everything else are float32, as are the activations between them.
+Linear layers, output head and embedding become int8; large parts of other kinds stay in 16 bits; norms, biases and
+everything else are float32, as are the activations between them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from reader_rag.model.fingerprint import QuantizationScheme
 from reader_rag.model.quantization.int8 import Int8Weight, quantise_weight
 from reader_rag.model.quantization.modules import HalfEmbedding, HalfLinear, Int8Embedding, Int8Linear
 
-Form = Literal["int8", "half", "tied", "lookup", "own lookup", "int8 lookup", "island"]
-"""How a module is stored: "int8": a linear layer of int8; "half": one of 16 bits; "tied": an output head of the
-embedding's own 16-bit weight; "lookup": an embedding of 16 bits; "own lookup": one with a forward of its own; "int8
-lookup": an embedding of the head's int8 weight; "island": a part that computes in 16 bits, whose inputs and outputs are
-converted."""
+Form = Literal["int8", "half", "tied", "int8 table", "table of head", "half table", "island"]
+"""How a module is stored. Linear layers: "int8"; "half": 16 bits; "tied": an output head of the embedding's own 16-bit
+weight. Embeddings: "int8 table"; "table of head": the head's int8 weight; "half table": 16 bits. "island": a part that
+computes in 16 bits, whose inputs and outputs are converted."""
 _HEAD_LIMBS = 2
-"""Limbs of the activations that an int8 head multiplies."""
+_TWO_LIMBS = ("down_proj",)
+"""Linear layers whose inputs have outliers that no folding evens out."""
 _READ_DIRECTLY = ("dt_proj",)
 """Linear layers whose weight the model uses without calling them (Mamba's step sizes)."""
 
@@ -69,7 +69,7 @@ def layout_of(
         if module is head and is_linear(head):
             forms[name] = "int8" if is_int8_head and name not in unquantised else "tied" if is_tied else "half"
         elif module is embedding and isinstance(module, nn.Embedding):
-            forms[name] = _lookup_form(module, is_int8_head and is_tied)
+            forms[name] = _table_form(module, scheme, is_int8_head and is_tied)
         elif is_linear(module) and not name.endswith(_READ_DIRECTLY):
             forms[name] = "half" if name in unquantised else "int8"
         elif _is_island(module):
@@ -98,10 +98,22 @@ def _is_island(module: nn.Module) -> bool:
     return any(sum(size > 1 for size in parameter.shape) > 2 for parameter in module.parameters(recurse=False))
 
 
-def _lookup_form(embedding: nn.Embedding, is_int8: bool) -> Form:
-    if type(embedding) is not nn.Embedding:
-        return "own lookup"
-    return "int8 lookup" if is_int8 else "lookup"
+def _table_form(embedding: nn.Embedding, scheme: QuantizationScheme, is_of_head: bool) -> Form:
+    is_plain = type(embedding) is nn.Embedding
+    if scheme.head != "int8":
+        return "half table" if is_plain else "island"
+    if not is_plain and not hasattr(embedding, "embed_scale"):
+        return "island"  # it does something else with the rows
+    return "table of head" if is_of_head else "int8 table"
+
+
+def limbs_of(name: str) -> int:
+    """Limbs of 8 bits of the activations that a linear layer multiplies: 2 where one costs much of the quality.
+
+    Args:
+        name: Name of the layer, which is not the output head.
+    """
+    return 2 if name.rpartition(".")[2] in _TWO_LIMBS else 1
 
 
 def tensors_of(model: PreTrainedModel, layout: Layout, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,17 +130,17 @@ def tensors_of(model: PreTrainedModel, layout: Layout, prefix: str = "") -> Iter
         if prefix and name != prefix and not name.startswith(f"{prefix}."):
             continue
         form = layout.forms.get(name)
-        if form == "int8":
+        if form in ("int8", "int8 table"):
             weight = quantise_weight(_weight(module))
             yield f"{name}.values", weight.values
             yield f"{name}.scales", weight.scales
-        elif form in ("half", "lookup"):
+        elif form in ("half", "half table"):
             yield f"{name}.weight", _weight(module).to(layout.half)
         if form in ("int8", "half", "tied"):
             bias = getattr(module, "bias", None)
             if bias is not None:
                 yield f"{name}.bias", bias.detach().float()
-        elif form in ("island", "own lookup"):
+        elif form == "island":
             for own, parameter in module.named_parameters(recurse=False):
                 yield _joined(name, own), parameter.detach().to(layout.half)
         elif form is None:
@@ -154,22 +166,27 @@ def assemble(skeleton: PreTrainedModel, layout: Layout, tensors: Tensors) -> Non
     embedding = skeleton.get_input_embeddings()
     head_name = next((name for name, module in modules.items() if module is skeleton.get_output_embeddings()), "")
     made: dict[str, nn.Module] = {}
-    ordered = sorted(layout.forms.items(), key=lambda item: item[1] in ("tied", "int8 lookup"))  # behind what they use
+    ordered = sorted(
+        layout.forms.items(), key=lambda item: item[1] in ("tied", "table of head")
+    )  # behind what they use
     for name, form in ordered:
         module: Any = modules[name]
         bias = tensors(f"{name}.bias") if form in ("int8", "half", "tied") and module.bias is not None else None
         if form == "int8":
             weight = Int8Weight(tensors(f"{name}.values"), tensors(f"{name}.scales"))
-            made[name] = Int8Linear(weight, bias, _HEAD_LIMBS if name == head_name else 1)
+            made[name] = Int8Linear(weight, bias, _HEAD_LIMBS if name == head_name else limbs_of(name))
         elif form == "half":
             made[name] = _half(_parameter(tensors(f"{name}.weight")), bias)
         elif form == "tied":
             of_embedding = next(part for part in (*made.values(), embedding) if isinstance(part, nn.Embedding))
             made[name] = _half(of_embedding.weight, bias)
-        elif form == "int8 lookup":
-            made[name] = Int8Embedding(cast(Int8Linear, made[head_name]))
-        elif form == "lookup":
-            made[name] = _lookup(module, tensors(f"{name}.weight"))
+        elif form == "table of head":
+            made[name] = Int8Embedding(cast(Int8Linear, made[head_name]), _factor(module))
+        elif form == "int8 table":
+            weight = Int8Weight(tensors(f"{name}.values"), tensors(f"{name}.scales"))
+            made[name] = Int8Embedding(Int8Linear(weight), _factor(module))
+        elif form == "half table":
+            made[name] = _table(module, tensors(f"{name}.weight"))
         else:
             _fill(name, module, tensors)
             _convert_around(module, layout.half)
@@ -187,9 +204,10 @@ def assemble(skeleton: PreTrainedModel, layout: Layout, tensors: Tensors) -> Non
 
 def quantised_share(model: PreTrainedModel, layout: Layout) -> float:
     """Share of a model's parameters that is stored in int8; its weights may be on the meta device."""
-    tied = {f"{name}.weight" for name, form in layout.forms.items() if form == "tied"}
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in tied}
-    int8 = sum(sizes.get(f"{name}.weight", 0) for name, form in layout.forms.items() if form == "int8")
+    of_another = {f"{name}.weight" for name, form in layout.forms.items() if form in ("tied", "table of head")}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in of_another}
+    in_int8 = [f"{name}.weight" for name, form in layout.forms.items() if form in ("int8", "int8 table")]
+    int8 = sum(sizes.get(name, 0) for name in in_int8)
     return int8 / max(sum(sizes.values()), 1)
 
 
@@ -214,7 +232,12 @@ def _half(weight: Any, bias: torch.Tensor | None) -> HalfLinear:
     return made
 
 
-def _lookup(embedding: nn.Embedding, weight: torch.Tensor) -> HalfEmbedding:
+def _factor(embedding: Any) -> float:
+    """What an embedding multiplies its rows with (Gemma)."""
+    return float(getattr(embedding, "embed_scale", 1.0))
+
+
+def _table(embedding: nn.Embedding, weight: torch.Tensor) -> HalfEmbedding:
     made = HalfEmbedding(len(weight), weight.shape[1], padding_idx=embedding.padding_idx, device="meta")
     made.weight = _parameter(weight)
     return made

@@ -20,7 +20,8 @@ from reader_rag.model.fingerprint import dtype_name, model_fingerprint, quantiza
 from reader_rag.model.loading import load_model
 from reader_rag.model.quantization.int8 import quantise_weight
 from reader_rag.model.quantization.loader import load_int8
-from reader_rag.model.quantization.modules import HalfEmbedding, Int8Embedding, Int8Linear
+from reader_rag.model.quantization.modules import Int8Embedding, Int8Linear
+from reader_rag.model.target import Target
 
 TIED: dict[str, Any] = COMMON | {"tie_word_embeddings": True}
 LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -84,18 +85,35 @@ def test_a_tied_embedding_is_one_int8_matrix(tmp_path: Path) -> None:
     assert torch.equal(lookup(torch.tensor([[5, 0]]))[0, 0], weight.values[5].float() * weight.scales[5])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_lookup_of_an_untied_embedding_has_the_type_that_was_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_an_untied_embedding_is_an_int8_matrix_of_its_own(tmp_path: Path) -> None:
     original: Any = saved(tmp_path / "model")
+    model = int8(tmp_path / "model")
+    weight = quantise_weight(original.model.embed_tokens.weight.detach())
+    assert model.model.embed_tokens.table is not model.lm_head
+    assert torch.equal(model.model.embed_tokens.table.quantised.values, weight.values)
+
+
+def test_output_head_and_down_projection_multiply_activations_of_two_limbs(tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    model = int8(tmp_path / "model")
+    layer = model.model.layers[0]
+    assert [layer.get_submodule(name).limbs for name in LAYER] == [1, 1, 1, 1, 1, 1, 2]
+    assert model.lm_head.limbs == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_keys_and_values_of_the_compiled_loops_have_the_type_that_was_asked_for(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    saved(tmp_path / "model")
     model = int8(tmp_path / "model", dtype)
-    lookup = model.model.embed_tokens
-    assert type(lookup) is HalfEmbedding
-    assert torch.equal(lookup.weight, original.model.embed_tokens.weight.to(dtype))
-    assert lookup(torch.tensor([3])).dtype == torch.float32
     assert dtype_name(model) == str(dtype).removeprefix("torch.")
+    assert Target(model).new_cache(1, 1).arrays[0][0].dtype.itemsize == dtype.itemsize
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Gemma3Text", "Phi3", "OPT", "GPTBigCode", "GPTNeoX", "Bloom", "Mamba"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2", "Gemma", "Gemma3Text", "Phi3", "OPT", "GPTBigCode", "GPTNeoX", "Bloom", "Mamba"]
+)
 def test_a_model_of_any_family_gives_nearly_its_own_logits(tmp_path: Path, name: str) -> None:
     original = saved(tmp_path / "model", name)
     with warnings.catch_warnings():
