@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reader_rag.draft.kernels import pool as kernels
 from reader_rag.errors import ConfigError
 from reader_rag.util.cpu import cpu_features
 from reader_rag.util.files import atomic_path
@@ -127,8 +128,8 @@ class StepTable:
     def times(self, rows: int, most: int) -> Float64:
         """Seconds of steps over so many rows, by the positions that they have in all.
 
-        Between what was measured the time is taken to be linear, beyond it to go on as between the last two; never to
-        fall with more positions.
+        Between what was measured the time is taken to be linear, and to go on so beyond it (`kernels.pool.seconds`);
+        never to fall with more positions.
 
         Args:
             rows: Rows, at least 1.
@@ -137,9 +138,8 @@ class StepTable:
         Returns:
             float64 [most], the time of 1, 2, ... positions; those of fewer positions than rows are the plain step's.
         """
-        drafted = np.arange(most - rows + 1, dtype=np.float64)
         lines = [
-            _line(count * np.array(self.drafted, np.float64), np.array(line), drafted)
+            _line(count * np.array(self.drafted, np.float64), np.array(line), most - rows + 1)
             for count, line in zip(self.rows, self.seconds, strict=True)
         ]
         right = min(max(int(np.searchsorted(self.rows, rows)), 1), len(self.rows) - 1)
@@ -161,9 +161,8 @@ def _integers(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _line(at: Float64, values: Float64, wanted: Float64) -> Float64:
-    """Linear between what is known, and beyond it as between the last two."""
-    values = np.minimum.accumulate(values[::-1])[::-1]
-    slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
-    known: Float64 = np.interp(wanted, at, values) + slope * np.maximum(wanted - at[-1], 0.0)
+def _line(at: Float64, values: Float64, count: int) -> Float64:
+    """float64 [count], the seconds for 0, 1, ... drafted tokens by those of the numbers `at`, the first of them 0."""
+    known = np.empty(count)
+    kernels.seconds(at + 1.0, values, np.zeros_like(values), 0.0, 1.0, known)
     return known

@@ -20,20 +20,25 @@ from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.draft.step_table import StepTable
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import ConfigError
+from reader_rag.model.fingerprint import model_fingerprint
 from reader_rag.model.interface import TargetModel, prefill
+from reader_rag.model.quantization.speed import warn_if_int8_is_slower
+from reader_rag.util.cpu import cpu_features, cpu_name
 
-_VERSION = 3
+_VERSION = 4
 """Of the forward pass, part of the device of a table; raise it when a step computes otherwise than before."""
-_ROWS = (1, 8, 4, 16, 2, 32, 5, 9, 17, 64, 3, 12, 13, 24, 48, 128)
+_ROWS = (1, 8, 4, 16, 2, 32, 64, 5, 9, 17, 48, 3, 12, 24, 13, 33, 40, 56, 128)
 """Sizes that are timed, in this order, the most informative ones first. The odd ones are where blocks of rows begin."""
 _CONTEXTS = (64, 1024)
 """Context lengths of timed steps in committed positions; the longer one only for the sizes of `_FAR_ROWS`."""
-_FAR_ROWS = (1, 8, 32)
+_FAR_ROWS = (1, 8, 32, 64)
 _MOST_ROWS = 512
 """Most positions of a pass over several sequences that have a cost of their own; further costs are extrapolated."""
 _BUDGET_S, _LEAST_STEPS = 3.0, 5
-_ONCE = 2.5
-"""Sizes that take this many times as long as a plain step are timed once only."""
+_ONCE = 8.0
+"""Sizes that take this many times as long as a plain step are timed once only: they never pay for one sequence."""
+_VECTORS = ("avx", "amx", "fma", "f16c", "sse4", "neon", "sve", "sme", "dotprod", "i8mm", "bf16", "fullfp16")
+"""Beginnings of the names of instruction sets that products are computed with."""
 _LOAD_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.02
 """Weights of a step in the estimated load of the machine, which all sizes share, and in the cost of its size."""
 _TRIED_WEIGHT = 0.25
@@ -261,6 +266,7 @@ def load_costs(target: TargetModel, max_nodes: int, folder: Path) -> StepCosts:
     except ConfigError:  # not there, damaged, or of another version
         pass
     table = replace(measure(target, max_nodes), model=model, device=device)
+    warn_if_int8_is_slower(target.model, compiled=target.cpu is not None)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         table.write(path)
@@ -304,15 +310,12 @@ def measure(target: TargetModel, max_nodes: int) -> StepTable:
 
 
 def _fitted(rows: Sequence[int], near: int, far: int, best: Mapping[tuple[int, int], float]) -> StepTable:
-    """A table of times by (context, rows); sizes that were not timed are interpolated, or proportional beyond."""
+    """A table of times by (context, rows); those of sizes that were not timed are as `StepCosts` takes them to be."""
     at_near = {count: seconds for (context, count), seconds in sorted(best.items()) if context == near}
-    base = np.interp(rows, list(at_near), list(at_near.values()))
-    if rows[-1] > max(at_near):  # not measured: at worst in proportion
-        largest = max(at_near)
-        base = np.array(
-            [b if r <= largest else at_near[largest] * r / largest for r, b in zip(rows, base, strict=True)]
-        )
-    base = np.minimum.accumulate(base[::-1])[::-1]  # as in `StepCosts.seconds`
+    known = np.empty(rows[-1])
+    timed = np.array([*at_near], np.float64)
+    kernels.seconds(timed, np.array([*at_near.values()]), np.zeros_like(timed), 0.0, 1.0, known)
+    base = known[np.array(rows) - 1]
     slope = np.zeros(len(rows))
     gained = {
         count: max(seconds - base[rows.index(count)], 0.0) / (far - near)
@@ -321,23 +324,27 @@ def _fitted(rows: Sequence[int], near: int, far: int, best: Mapping[tuple[int, i
     }
     if gained:
         slope = np.interp(rows, list(gained), list(gained.values()))
+        slope = np.minimum.accumulate(slope[::-1])[
+            ::-1
+        ]  # as with the base: noise of a small size is not a larger one's
     empty = base - np.minimum(slope * near, 0.5 * base)
     drafted = tuple(count - 1 for count in rows)
     return StepTable((1,), drafted, (tuple(empty.tolist()),), context_seconds=tuple(slope.tolist()))
 
 
 def _model_of(target: TargetModel) -> str:
-    """What the seconds of a step depend on in the model, as one line."""
-    shapes = repr([(name, tuple(p.shape)) for name, p in target.model.named_parameters()])
-    kind = target.config.to_dict().get("model_type", "")
-    return f"{kind} {hashlib.sha256(shapes.encode()).hexdigest()[:16]} {target.model.dtype}"
+    """The model, its type and its quantisation, as one line."""
+    return f"{target.config.to_dict().get('model_type', '')} {model_fingerprint(target.model)}"
 
 
 def _device_of(target: TargetModel) -> str:
     """What the seconds of a step depend on beside the model, as one line."""
     device = target.device
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else f"{device.type} {platform.machine()}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        vectors = sorted(feature for feature in cpu_features() if feature.startswith(_VECTORS))
+        name = f"{device.type} {cpu_name()}, {platform.machine()} {' '.join(vectors)}"
     forward = "torch" if target.cpu is None else "compiled"
     cpu = torch.backends.cpu.get_cpu_capability()
     return f"{name}, {cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, {forward} forward {_VERSION}"

@@ -45,15 +45,16 @@ def test_rows_between_measured_ones_take_what_lies_between_at_as_many_drafted_to
     assert TABLE.times(2, 4).tolist() == [12.0, 12.0, 13.5, 15.0]
 
 
-def test_beyond_what_was_measured_it_goes_on_as_between_the_last_two() -> None:
-    assert TABLE.times(1, 7).tolist()[-2:] == [18.0, 20.0]
+def test_beyond_what_was_measured_it_goes_on_as_from_half_of_the_last_on() -> None:
+    # Half of the last five positions are more than one and less than three: four more take 6.
+    assert TABLE.times(1, 7).tolist()[-2:] == [17.5, 19.0]
     # Four rows lie as far beyond three as three beyond one, by half: plain steps take 10, 14, and so 16.
     assert TABLE.times(4, 4).tolist() == [16.0] * 4
 
 
 def test_more_positions_never_take_less() -> None:
     noisy = StepTable((1,), (0, 1, 2), ((10.0, 15.0, 12.0),))
-    assert noisy.times(1, 4).tolist() == [10.0, 12.0, 12.0, 12.0]
+    assert noisy.times(1, 4).tolist() == [10.0, 12.0, 12.0, 13.0]
 
 
 @pytest.mark.parametrize(

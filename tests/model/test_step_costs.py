@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from reader_rag.draft.step_table import StepTable
 from reader_rag.draft.tree import DraftTree
+from reader_rag.model import step_costs
 from reader_rag.model.step_costs import Rest, StepCosts, load_costs, measure
 from reader_rag.model.target import Target
 
@@ -42,6 +48,20 @@ def _best_size(costs: StepCosts, tree: DraftTree, context: int = 0, acceptance_r
 def test_times_between_measured_sizes_are_interpolated() -> None:
     costs = costs_of([1, 3, 5], [1.0, 2.0, 6.0])
     assert costs.seconds()[:5].tolist() == [1.0, 1.5, 2.0, 4.0, 6.0]
+
+
+def test_beyond_the_largest_size_a_row_adds_what_it_added_from_half_of_that_size_on() -> None:
+    costs = costs_of([1, 4, 6, 10, 12], [1.0, 2.0, 7.0, 9.0, 10.0])
+    assert costs.seconds()[11:15].tolist() == [10.0, 10.5, 11.0, 11.5]
+    steep = costs_of([1, 4], [1.0, 100.0])  # one of both was measured in a bad moment
+    assert steep.seconds()[7] == 200.0
+    flat = costs_of([1, 64], [1.0, 1.0])  # as on a GPU
+    assert flat.seconds()[511] == 1.0
+
+
+def test_a_table_of_several_rows_says_the_same_beyond_its_sizes() -> None:
+    table = StepTable((1,), (0, 3, 5, 9, 11), ((1.0, 2.0, 7.0, 9.0, 10.0),))
+    assert table.times(1, 40).tolist() == StepCosts(table).seconds()[:40].tolist()
 
 
 def test_the_text_before_adds_to_every_size_what_was_measured_there() -> None:
@@ -88,8 +108,10 @@ def test_an_empty_tree_is_a_plain_step() -> None:
     assert _best_size(costs_of([1, 2], [1.0, 1.0]), DraftTree.empty()) == 0
 
 
-def test_trees_beyond_what_was_measured_are_cut() -> None:
-    assert _best_size(costs_of([1, 2, 3], [1.0, 1.0, 1.0]), _chain(0.9, 0.8, 0.7, 0.6)) == 2
+def test_nodes_beyond_what_was_measured_are_verified_while_they_pay() -> None:
+    costs = costs_of([1, 2, 3], [1.0, 1.2, 1.4])
+    assert _best_size(costs, _chain(0.9, 0.8, 0.7, 0.6)) == 4  # 4/1.8 is more than 2.7/1.4
+    assert _best_size(costs, _chain(0.9, 0.8, 0.3, 0.1)) == 2  # 3/1.6 is less
 
 
 def test_rows_of_the_heads_product_take_the_heads_share_of_what_a_wider_pass_takes() -> None:
@@ -253,6 +275,53 @@ def test_costs_are_measured_once_for_a_model_and_a_device(tmp_path: Path, tiny_m
     assert StepTable.read(path) == first.table == again.table
     assert again.seconds(100).tolist() == first.seconds(100).tolist()
     assert load_costs(target, 9, tmp_path / "deeper").max_nodes == 9  # larger trees are measured anew
+
+
+def in_half(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    return copy.deepcopy(model).bfloat16()
+
+
+def with_another_weight(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[0].mlp.up_proj.weight += 1.0
+    return changed
+
+
+@pytest.mark.parametrize("change", [in_half, with_another_weight])
+def test_another_type_or_other_weights_have_costs_of_their_own(
+    change: Callable[[LlamaForCausalLM], LlamaForCausalLM], tmp_path: Path, tiny_model: LlamaForCausalLM
+) -> None:
+    load_costs(Target(tiny_model), 3, tmp_path)
+    load_costs(Target(change(tiny_model)), 3, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cpu_name", lambda: "another CPU"), ("cpu_features", lambda: frozenset({"avx2", "avx512f", "avx512vnni"}))],
+)
+def test_another_processor_has_costs_of_its_own(
+    name: str, value: Any, tmp_path: Path, tiny_model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_costs, "cpu_name", lambda: "a CPU")
+    monkeypatch.setattr(step_costs, "cpu_features", lambda: frozenset({"avx2", "avx512f"}))
+    load_costs(Target(tiny_model), 3, tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert StepTable.read(path).device.startswith(f"cpu a CPU, {platform.machine()} avx2 avx512f, ")
+    monkeypatch.setattr(step_costs, name, value)
+    load_costs(Target(tiny_model), 3, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_where_the_first_measurement_finds_int8_slower_one_warning_says_so(
+    tmp_path: Path, tiny_model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(step_costs, "warn_if_int8_is_slower", lambda model, compiled: asked.append(compiled))
+    for _ in range(2):
+        load_costs(Target(tiny_model), 3, tmp_path)
+    assert asked == [Target(tiny_model).cpu is not None]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from reader_rag.draft.kernels.compile import allocating
 
 @allocating
 def seconds(rows: Any, base: Any, slope: Any, context: float, load: float, out: Any) -> None:
-    """Seconds of passes of 1, 2, ... rows: linear between measured sizes, proportional beyond them, never falling.
+    """Seconds of passes of 1, 2, ... rows: linear between measured sizes and beyond them, never falling.
+
+    Beyond the largest size each row adds what it adds between half of that size and all of it, at most in proportion.
+    The last two sizes may lie so near that their difference is chance.
 
     Args:
         rows: float64 [sizes], measured, rising, the first 1.
@@ -28,13 +31,19 @@ def seconds(rows: Any, base: Any, slope: Any, context: float, load: float, out: 
     for size in range(last, -1, -1):
         least = min(least, (base[size] + slope[size] * context) * load)
         times[size] = least
+    half = 0
+    while half + 1 < last and 2.0 * rows[half + 1] <= rows[last]:
+        half += 1
+    each = times[last] / rows[last]
+    if last > 0:
+        each = min(each, (times[last] - times[half]) / (rows[last] - rows[half]))
     right = 0
     for k in range(out.shape[0]):
         count = k + 1.0
         while right < last and rows[right] < count:
             right += 1
         if count >= rows[last]:
-            out[k] = times[last] * (count / rows[last])
+            out[k] = times[last] + each * (count - rows[last])
         elif count <= rows[right] and right == 0:
             out[k] = times[0]
         else:
