@@ -59,7 +59,7 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale 0.
     """
     greatest = rows.abs().amax(-1)
-    inverse = torch.where(greatest > 0, GREATEST / greatest, 0.0)
+    inverse = _inverse(greatest, GREATEST)
     return torch.round(rows * inverse[:, None]).to(torch.int8), greatest / GREATEST
 
 
@@ -74,10 +74,15 @@ def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     most = 257 * GREATEST
     greatest = rows.abs().amax(-1)
-    inverse = torch.where(greatest > 0, most / greatest, 0.0)
+    inverse = _inverse(greatest, most)
     values = torch.round(rows * inverse[:, None]).to(torch.int32)
     high = (values + 128) >> 8
     return torch.stack([high, values - 256 * high], 1).to(torch.int8), greatest / most
+
+
+def _inverse(greatest: torch.Tensor, most: int) -> torch.Tensor:
+    """`most / greatest`, 0 where that is 0: divided as the compiled loops divide (`most / tensor` rounds twice)."""
+    return torch.where(greatest > 0, torch.full_like(greatest, most) / greatest, 0.0)
 
 
 def multiply(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
