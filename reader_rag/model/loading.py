@@ -60,7 +60,7 @@ def load_model(
                 from reader_rag.model.quantization.loader import load_int8
 
                 options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
-                return load_int8(source, target_dtype, target_device, **options), tokenizer
+                return load_int8(source, target_dtype, target_device, tokenizer=tokenizer, **options), tokenizer
             return _load(source, target_dtype, target_device, trust_remote_code), tokenizer
     except ReaderError:
         raise

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from reader_rag.model.quantization.folding import Architecture, Fold, LayerFolding, architecture_of
+from reader_rag.model.quantization.folding import ARCHITECTURES, Architecture, Fold, LayerFolding, architecture_of
 from reader_rag.model.quantization.int8 import quantise_rows
 
 FOLDING = "smooth-1"
@@ -43,18 +43,24 @@ class Calibration:
     """The activations of a model on the text, one decoder layer after the other.
 
     Args:
-        model: A causal language model in any floating-point type, with an architecture that is known.
+        model: A causal language model in any floating-point type; `can_fold(model)` is true.
         tokenizer: Its tokenizer.
-        architecture: What can be folded.
 
     Attributes:
         layers: The decoder layers.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, architecture: Architecture) -> None:
-        self.layers: list[nn.Module] = list(_layers(model))
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        architecture = _architecture(model)
+        if architecture is None:
+            raise ValueError(f"what can be folded in {type(model).__name__} is not known")
         self._architecture = architecture
+        self.layers = list(_decoder(model).layers)
         self._next = 0
+        self._folding = LayerFolding()
+        self._names = {
+            name: self.layers.index(module) for name, module in model.named_modules() if module in self.layers
+        }
         self._hidden: list[torch.Tensor] = []
         self._calls: list[list[_Call]] = []
         for token_ids in texts(tokenizer, getattr(model.config, "max_position_embeddings", None)):
@@ -62,19 +68,23 @@ class Calibration:
             self._hidden.append(hidden)
             self._calls.append(calls)
 
-    @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Calibration | None:
-        """The calibration of a model; None: it is not known what can be folded in it.
+    def folded(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter of the model with its factors; layers are folded when their first parameter is asked for.
 
         Args:
-            model: A causal language model in any floating-point type.
-            tokenizer: Its tokenizer.
+            name: Its name in the model, e.g. "model.layers.3.mlp.up_proj.weight"; those of a layer are asked for
+                together, and layers in their order.
+            parameter: Floating point; not changed.
+
+        Returns:
+            float32 where the parameter is in a decoder layer, else the parameter itself.
         """
-        layers = _layers(model)
-        if not layers:
-            return None
-        architecture = architecture_of(model.config.model_type, layers[0])
-        return None if architecture is None else cls(model, tokenizer, architecture)
+        for layer, index in self._names.items():
+            if name.startswith(f"{layer}."):
+                if index >= self._next:
+                    self._folding = self.fold_layer(index)
+                return self._folding.apply(name.removeprefix(f"{layer}."), parameter)
+        return parameter.detach()
 
     @torch.no_grad()
     def fold_layer(self, index: int) -> LayerFolding:
@@ -176,8 +186,18 @@ def _error(rows: torch.Tensor, weights: list[torch.Tensor], factors: torch.Tenso
     return total
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    return list(getattr(model.get_decoder(), "layers", ()))
+def can_fold(model: PreTrainedModel) -> bool:
+    """Whether it is known what can be folded in a model; its weights may be on the meta device."""
+    return _architecture(model) is not None
+
+
+def _architecture(model: PreTrainedModel) -> Architecture | None:
+    kind = model.config.model_type
+    return architecture_of(kind, _decoder(model).layers[0]) if kind in ARCHITECTURES else None
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    return model.get_decoder()
 
 
 @torch.no_grad()
@@ -195,7 +215,7 @@ def _calls(
     handle = layers[0].register_forward_pre_hook(lambda _, args: first.append(args[0]))
     with _forwards(dict.fromkeys(layers, record)):
         embedding: Any = model.get_input_embeddings()
-        model.get_decoder()(inputs_embeds=embedding(token_ids).float(), use_cache=False)
+        _decoder(model)(inputs_embeds=embedding(token_ids).float(), use_cache=False)
     handle.remove()
     return first[0], calls
 

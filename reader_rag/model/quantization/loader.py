@@ -7,12 +7,15 @@ then made of the cached tensors, which are mapped too; what remains in memory is
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.errors import ConfigError, ReaderWarning
 from reader_rag.model.fingerprint import (
@@ -23,6 +26,7 @@ from reader_rag.model.fingerprint import (
     weights_fingerprint,
 )
 from reader_rag.model.quantization.cache import About, Entry, Work, read_or_make
+from reader_rag.model.quantization.calibration import FOLDING, Calibration, can_fold
 from reader_rag.model.quantization.checkpoints import (
     W8A8Checkpoint,
     open_float,
@@ -46,6 +50,7 @@ def load_int8(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
@@ -55,6 +60,8 @@ def load_int8(
         source: A local folder, or a hub id (downloaded at need).
         dtype: Type of embedding and of all that stays in 16 bits.
         device: Where the model is computed.
+        tokenizer: Reads the text with which scales of activations are found that are folded into the weights; None:
+            none are folded.
         trust_remote_code: Run model code that comes with the weights.
         progress: Called with a line before each long step.
 
@@ -70,10 +77,12 @@ def load_int8(
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     quantization = quantization_of(config)
     if quantization is None:
-        scheme = SCHEME
         skeleton = _skeleton(config, trust_remote_code)
+        scheme = replace(SCHEME, folding=FOLDING if tokenizer is not None and can_fold(skeleton) else "")
         key = weights_fingerprint(folder_content(folder), revision_of(folder), _name(dtype), scheme)
-        entry = read_or_make(key, lambda: _work(folder, skeleton, dtype, trust_remote_code=trust_remote_code), progress)
+        folds = tokenizer if scheme.folding else None
+        work = partial(_work, folder, skeleton, dtype, folds, trust_remote_code=trust_remote_code)
+        entry = read_or_make(key, work, progress)
         layout = layout_of(skeleton, scheme, dtype, is_tied=entry.about.is_tied)
     else:
         require_w8a8(source, quantization)
@@ -100,13 +109,26 @@ def _skeleton(config: Any, trust_remote_code: bool) -> PreTrainedModel:
     return model
 
 
-def _work(folder: Path, skeleton: PreTrainedModel, dtype: torch.dtype, *, trust_remote_code: bool) -> Work:
-    """How a float checkpoint is quantised."""
+def _work(
+    folder: Path,
+    skeleton: PreTrainedModel,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    trust_remote_code: bool,
+) -> Work:
+    """How a float checkpoint is quantised; with a tokenizer, scales are folded."""
     model = open_float(folder, stored_dtype(folder), trust_remote_code=trust_remote_code)
     about = About(is_tied=is_tied(model), source=str(folder))
     layout = layout_of(skeleton, SCHEME, dtype, is_tied=about.is_tied)
     shapes = list(tensors_of_parts(skeleton, layout))
-    return Work(about, shapes, lambda: tensors_of_parts(model, layout))
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        if tokenizer is None:
+            return tensors_of_parts(model, layout)
+        return tensors_of_parts(model, layout, read=Calibration(model, tokenizer).folded)
+
+    return Work(about, shapes, tensors)
 
 
 def _opened(folder: Path, skeleton: PreTrainedModel, dtype: torch.dtype) -> tuple[Layout, Entry]:

@@ -116,7 +116,12 @@ def limbs_of(name: str) -> int:
     return 2 if name.rpartition(".")[2] in _TWO_LIMBS else 1
 
 
-def tensors_of(model: PreTrainedModel, layout: Layout, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(
+    model: PreTrainedModel,
+    layout: Layout,
+    prefix: str = "",
+    read: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, parameter: parameter.detach(),
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that are stored of a model or of a part of it, in the order of its modules.
 
     On a model on the meta device they have the same names, types and shapes, and no content.
@@ -125,13 +130,14 @@ def tensors_of(model: PreTrainedModel, layout: Layout, prefix: str = "") -> Iter
         model: The model.
         layout: The forms of its modules.
         prefix: Name of a module; only what is in it is stored. "": all.
+        read: From a parameter's name and the parameter, what is to be stored of it in floating point.
     """
     for name, module in model.named_modules():
         if prefix and name != prefix and not name.startswith(f"{prefix}."):
             continue
         form = layout.forms.get(name)
         if form in ("int8", "int8 table"):
-            weight = quantise_weight(_weight(module))
+            weight = quantise_weight(read(f"{name}.weight", _weight(module)))
             yield f"{name}.values", weight.values
             yield f"{name}.scales", weight.scales
         elif form in ("half", "half table"):
@@ -139,13 +145,13 @@ def tensors_of(model: PreTrainedModel, layout: Layout, prefix: str = "") -> Iter
         if form in ("int8", "half", "tied"):
             bias = getattr(module, "bias", None)
             if bias is not None:
-                yield f"{name}.bias", bias.detach().float()
+                yield f"{name}.bias", read(f"{name}.bias", bias).float()
         elif form == "island":
             for own, parameter in module.named_parameters(recurse=False):
                 yield _joined(name, own), parameter.detach().to(layout.half)
         elif form is None:
             for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                yield _joined(name, own), parameter.detach().float()
+                yield _joined(name, own), read(_joined(name, own), parameter).float()
         for own, buffer in module.named_buffers(recurse=False):
             if own not in module._non_persistent_buffers_set:
                 yield _joined(name, own), buffer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from tiny_models import MODELS, make_model
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from reader_rag.model.quantization.calibration import Calibration, best_factors, texts
-from reader_rag.model.quantization.folding import ARCHITECTURES, LayerFolding, architecture_of
-from reader_rag.model.quantization.int8 import quantise_rows
+from reader_rag.model.fingerprint import quantization_scheme
+from reader_rag.model.loading import load_model
+from reader_rag.model.quantization.calibration import FOLDING, Calibration, best_factors, can_fold, texts
+from reader_rag.model.quantization.folding import ARCHITECTURES, Architecture, LayerFolding, architecture_of
+from reader_rag.model.quantization.int8 import quantise_rows, quantise_weight
 
 NAMES = (
     "Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Granite", "Gemma", "Gemma2", "Gemma3Text", "Phi3",
@@ -41,6 +44,12 @@ def folded(model: PreTrainedModel, foldings: list[LayerFolding]) -> PreTrainedMo
     return made
 
 
+def declared(model: PreTrainedModel) -> Architecture:
+    found = architecture_of(model.config.model_type, model.get_decoder().layers[0])
+    assert found is not None
+    return found
+
+
 def channels(layer: nn.Module, reader: str) -> int:
     return int(layer.get_submodule(reader).in_features)  # type: ignore[arg-type]
 
@@ -54,8 +63,7 @@ def test_every_declared_architecture_is_tested() -> None:
 def test_any_factors_leave_the_outputs_as_they_are(name: str) -> None:
     model = model_of(name).double()
     layers = model.get_decoder().layers
-    architecture = architecture_of(model.config.model_type, layers[0])
-    assert architecture is not None
+    architecture = declared(model)
     generator = torch.Generator().manual_seed(1)
     foldings = []
     for layer in layers:
@@ -76,19 +84,20 @@ def test_any_factors_leave_the_outputs_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["GPT2", "Mixtral", "Qwen3Moe", "StableLm"])
 def test_what_is_not_declared_is_not_folded(name: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    assert Calibration.of(make_model(name), tiny_tokenizer) is None
+    model = make_model(name)
+    assert not can_fold(model)
+    with pytest.raises(ValueError, match="is not known"):
+        Calibration(model, tiny_tokenizer)
 
 
-def test_layers_that_are_not_plain_ones_are_not_folded(
-    tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_layers_that_are_not_plain_ones_are_not_folded(tiny_model: LlamaForCausalLM) -> None:
     class Adapted(nn.Linear):
         pass
 
     model = copy.deepcopy(tiny_model)
     mlp: Any = model.model.layers[0].mlp
     mlp.down_proj = Adapted(mlp.down_proj.in_features, mlp.down_proj.out_features)
-    assert Calibration.of(model, tiny_tokenizer) is None
+    assert not can_fold(model)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,16 +107,14 @@ def test_layers_are_calibrated_by_the_models_own_activations(
 ) -> None:
     model = model_of(name)
     layers = model.get_decoder().layers
-    architecture = architecture_of(model.config.model_type, layers[0])
-    assert architecture is not None
+    architecture = declared(model)
     seen: dict[nn.Module, list[torch.Tensor]] = {}
     readers = {layer.get_submodule(fold.readers[0]) for layer in layers for fold in architecture.folds}
     for reader in readers:
         reader.register_forward_pre_hook(lambda module, args: seen.setdefault(module, []).append(args[0][0]))
     for token_ids in texts(tiny_tokenizer, model.config.max_position_embeddings):
         model(token_ids)
-    calibration = Calibration.of(model, tiny_tokenizer)
-    assert calibration is not None
+    calibration = Calibration(model, tiny_tokenizer)
     seen_by_model = {reader: torch.cat(rows) for reader, rows in seen.items()}
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for index, layer in enumerate(layers):
@@ -125,20 +132,62 @@ def test_layers_are_calibrated_by_the_models_own_activations(
 def test_weights_of_16_bits_are_calibrated_in_float32(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     model = model_of("Qwen2").bfloat16()
     wide = copy.deepcopy(model).float()
-    calibrations = [Calibration.of(one, tiny_tokenizer) for one in (model, wide)]
+    calibrations = [Calibration(one, tiny_tokenizer) for one in (model, wide)]
     for index, layer in enumerate(wide.model.layers):
-        foldings = [one.fold_layer(index) for one in calibrations if one is not None]
-        assert len(foldings) == 2
+        foldings = [one.fold_layer(index) for one in calibrations]
         for name, parameter in layer.named_parameters():
             assert torch.equal(foldings[0].apply(name, parameter), foldings[1].apply(name, parameter)), name
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_layers_are_folded_in_order(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    calibration = Calibration.of(tiny_model, tiny_tokenizer)
-    assert calibration is not None
+    calibration = Calibration(tiny_model, tiny_tokenizer)
     with pytest.raises(ValueError, match="layer 0 is the next one, not 1"):
         calibration.fold_layer(1)
+
+
+@torch.no_grad()
+def test_parameters_are_read_with_the_factors_of_their_layer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model = model_of("Llama")
+    by_name, by_layer = Calibration(model, tiny_tokenizer), Calibration(model, tiny_tokenizer)
+    read = {name: by_name.folded(name, parameter) for name, parameter in model.named_parameters()}
+    for index, layer in enumerate(model.model.layers):
+        folding = by_layer.fold_layer(index)
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(read[f"model.layers.{index}.{name}"], folding.apply(name, parameter))
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        assert torch.equal(read[name], model.get_parameter(name))
+
+
+@pytest.mark.parametrize(("name", "folding"), [("Qwen2", FOLDING), ("StableLm", "")])
+def test_loaded_models_have_folded_weights(
+    name: str,
+    folding: str,
+    tmp_path: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("READER_RAG_CACHE", str(tmp_path / "cache"))
+    original: Any = model_of(name)
+    original.save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    loaded: Any = load_model(tmp_path / "model", quantization="int8", device="cpu")[0]
+    scheme = quantization_scheme(loaded)
+    assert scheme is not None
+    assert scheme.folding == folding
+    read = Calibration(original, tiny_tokenizer).folded if folding else lambda _, parameter: parameter.detach()
+    for part in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
+        stored = loaded.get_submodule(f"model.layers.0.{part}").quantised
+        weight = quantise_weight(
+            read(f"model.layers.0.{part}.weight", original.model.layers[0].get_submodule(part).weight)
+        )
+        assert torch.equal(stored.values, weight.values), part
+    norm = read("model.layers.0.input_layernorm.weight", original.model.layers[0].input_layernorm.weight)
+    assert torch.equal(loaded.model.layers[0].input_layernorm.weight, norm)
+    ids = torch.arange(3, 60)[None]
+    with torch.inference_mode():
+        expected = original(ids).logits
+        assert float((loaded(ids).logits - expected).norm() / expected.norm()) < 0.1
 
 
 def int8_error(inputs: torch.Tensor, weight: torch.Tensor) -> float:
