@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from reader_rag.llm import ReaderLLM as ReaderLLM
     from reader_rag.llm.citations import Citation as Citation
     from reader_rag.llm.citations import cite as cite
+    from reader_rag.llm.programs.output_parser import GrammarOutputParser as GrammarOutputParser
+    from reader_rag.llm.programs.program import GrammarProgram as GrammarProgram
+    from reader_rag.llm.programs.selector import GrammarSelector as GrammarSelector
     from reader_rag.rag.embedding import LocalEmbedding as LocalEmbedding
     from reader_rag.rag.engines import make_chat_engine as make_chat_engine
     from reader_rag.rag.engines import make_query_engine as make_query_engine
@@ -42,6 +45,9 @@ _MODULES = {
     "EngineConfig": "reader_rag.config",
     "FaissStore": "reader_rag.rag.stores.faiss_store",
     "Grammar": "reader_rag.config",
+    "GrammarOutputParser": "reader_rag.llm.programs.output_parser",
+    "GrammarProgram": "reader_rag.llm.programs.program",
+    "GrammarSelector": "reader_rag.llm.programs.selector",
     "LocalEmbedding": "reader_rag.rag.embedding",
     "ReadLimits": "reader_rag.config",
     "ReaderError": "reader_rag.errors",

@@ -18,7 +18,7 @@ from reader_rag.config.setting import unknown_argument
 from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm.function_calling import TOOL_ARGUMENTS, FunctionCalling, ToolResponses, tool_request
-from reader_rag.llm.messages import as_text, join_system, template_messages
+from reader_rag.llm.messages import as_text, described_grammar, join_system, template_messages
 from reader_rag.llm.responses import Respond, Responses, ResponseT
 from reader_rag.llm.settings import CALL_ARGUMENTS, IGNORED_ARGUMENTS, SAMPLING_SETTINGS, LLMSettings
 from reader_rag.llm.synthesis_citations import current_synthesis
@@ -79,6 +79,8 @@ class LLMCalls(FunctionCalling, LLMSettings):
         """What a chat asks for, with the grammar of its tools."""
         given = {name: kwargs[name] for name in TOOL_ARGUMENTS if name in kwargs}
         others = {name: value for name, value in kwargs.items() if name not in TOOL_ARGUMENTS}
+        if others.get("grammar") is None:
+            others["grammar"] = described_grammar(message.content for message in messages)
         call = self._call(others, self._responses.chat)
         tools = tool_request(self._tool_format, given)
         if tools is None:
@@ -88,7 +90,9 @@ class LLMCalls(FunctionCalling, LLMSettings):
         respond = ToolResponses(tools, messages, call.respond)
         return replace(call, params=replace(call.params, grammar=tools.grammar), tools=tools, respond=respond)
 
-    def _completion_call(self, kwargs: dict[str, Any]) -> Call:
+    def _completion_call(self, prompt: str, kwargs: dict[str, Any]) -> Call:
+        if kwargs.get("grammar") is None:
+            kwargs = {**kwargs, "grammar": described_grammar([prompt])}
         return self._call(kwargs, self._responses.completion)
 
     @property

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ToolCallBlock
 
+from reader_rag.config.grammar import Grammar
 from reader_rag.engine.text.template import bounded_template
 from reader_rag.errors import ConfigError
 
@@ -151,3 +153,35 @@ def _takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
     except TemplateError:
         return False
     return "system-probe" in text
+
+
+_described: OrderedDict[str, Grammar] = OrderedDict()
+_MOST_DESCRIBED = 1024
+
+
+def describe_grammar(description: str, grammar: Grammar) -> None:
+    """Have prompts that end with a description answered under its grammar.
+
+    LlamaIndex's output parsers add a description to a prompt's text, and nothing else of them reaches the LLM.
+
+    Args:
+        description: The text at the end of a message or prompt.
+        grammar: The grammar.
+    """
+    _described[description] = grammar
+    _described.move_to_end(description)
+    while len(_described) > _MOST_DESCRIBED:
+        _described.popitem(last=False)
+
+
+def described_grammar(texts: Iterable[str | None]) -> Grammar | None:
+    """The grammar that a prompt describes.
+
+    Args:
+        texts: The texts of its messages.
+
+    Returns:
+        The grammar; None if none of them ends with a description.
+    """
+    known = list(_described.items())
+    return next((grammar for text in texts for end, grammar in known if (text or "").endswith(end)), None)

@@ -242,26 +242,26 @@ class ReaderLLM(LLMCalls):
             ConfigError: An argument is unknown or out of its range.
             PromptError: The prompt is empty or longer than the context window.
         """
-        call = self._completion_call(kwargs)
+        call = self._completion_call(prompt, kwargs)
         return finish(self._open_completion(prompt, call, formatted), call.respond)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Answer a prompt step by step, arguments and errors as in `complete`. Closing it ends the request."""
-        call = self._completion_call(kwargs)
+        call = self._completion_call(prompt, kwargs)
         return responses(self._open_completion(prompt, call, formatted), call.respond)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt without blocking the event loop, arguments and errors as in `complete`."""
-        call = self._completion_call(kwargs)
+        call = self._completion_call(prompt, kwargs)
         stream = await self._on_thread(self._open_completion, prompt, call, formatted)
         return await afinish(stream, call.respond)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Answer a prompt step by step without blocking the event loop, arguments and errors as in `complete`."""
-        call = self._completion_call(kwargs)
+        call = self._completion_call(prompt, kwargs)
         stream = await self._on_thread(self._open_completion, prompt, call, formatted)
         return aresponses(stream, call.respond)
 

@@ -377,6 +377,7 @@ class TestLlamaIndex:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 class TestRealModel:
     """The default model, which was not trained on tools: what a grammar alone gives."""
 
