@@ -11,6 +11,7 @@ from llama_index.core import VectorStoreIndex
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.indices.base import BaseIndex
 from llama_index.core.llms.llm import LLM
 from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
@@ -178,6 +179,12 @@ def make_chat_engine(
 
 
 def _for_tenant(store: DocumentStore, tenant: str | None) -> DocumentStore:
+    if not isinstance(store, DocumentStore):
+        kind = type(store).__name__
+        remedy = "index.vector_store, if that is one, or use index.as_query_engine(llm=llm)"
+        if not isinstance(store, BaseIndex):
+            remedy = "FaissStore.open(folder)"
+        raise ConfigError(f"this takes a DocumentStore such as FaissStore, not a {kind}: pass {remedy}")
     return store if tenant is None else store.for_tenant(tenant)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import llama_index.core
 import pytest
-from llama_index.core import Settings
+from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.base.response.schema import StreamingResponse
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.llms import MockLLM
@@ -275,3 +275,14 @@ def test_a_structured_llm_is_bound_to_the_tenant(
 def test_an_llm_without_tenants_is_used_unchanged(pets: FaissStore, embedding: SizedEmbedding) -> None:
     response = make_query_engine(pets, MockLLM(max_tokens=4), embedding, tenant="a").query("cat")
     assert sorted(node.get_content() for node in response.source_nodes) == ["My cat eats.", "My cat sleeps."]
+
+
+def test_an_index_in_place_of_a_store_is_told_what_to_pass(
+    animals: FaissStore, embedding: SizedEmbedding, make_llm: Callable[..., Any]
+) -> None:
+    index = VectorStoreIndex.from_vector_store(animals, embed_model=embedding)
+    with pytest.raises(ConfigError, match=r"not a VectorStoreIndex: pass index\.vector_store"):
+        make_query_engine(index, make_llm(), embedding)  # type: ignore[arg-type]
+    assert make_query_engine(index.vector_store, make_llm(), embedding)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"not a str: pass FaissStore\.open"):
+        make_chat_engine("store", make_llm(), embedding)  # type: ignore[arg-type]

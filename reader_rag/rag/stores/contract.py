@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
@@ -41,6 +41,7 @@ class DocumentStore(BasePydanticVectorStore):
     similarity_cutoff: float | None = None
 
     _tenant: str = PrivateAttr()
+    _modes: ClassVar[tuple[VectorStoreQueryMode, ...]] = (VectorStoreQueryMode.DEFAULT,)
 
     @property
     @abstractmethod
@@ -131,6 +132,16 @@ class DocumentStore(BasePydanticVectorStore):
     ) -> list[tuple[BaseNode, float]]:
         """The `top_k` nearest of the nodes that meet every given condition, with their cosines, nearest first."""
 
+    def _search_mmr(
+        self,
+        query: VectorStoreQuery,
+        node_ids: list[str] | None,
+        doc_ids: list[str] | None,
+        options: Mapping[str, Any],
+    ) -> list[tuple[BaseNode, float]]:
+        """Nodes that meet every given condition by maximal marginal relevance, with their cosines; see `query`."""
+        raise NotImplementedError
+
     @abstractmethod
     def _delete_nodes(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
         """Remove the nodes that meet every given condition."""
@@ -181,19 +192,23 @@ class DocumentStore(BasePydanticVectorStore):
         that many meet them. An empty list of ids restricts nothing.
 
         Args:
-            query: A query of mode "default" with a `query_embedding`.
-            kwargs: `similarity_cutoff` overrides the store's own; others are ignored.
+            query: A query with a `query_embedding`, of mode "default" or, where the store has it, "mmr" (maximal
+                marginal relevance: near to the vector and far from those chosen before).
+            kwargs: `similarity_cutoff` overrides the store's own; of "mmr", `mmr_threshold` (0..1: how much nearness to
+                the vector weighs, default 0.5) and `mmr_prefetch_factor` (nearest nodes to choose from for each
+                result, default 4). Others are ignored.
 
         Returns:
-            Nodes, ids and cosine similarities in [-1, 1], nearest first.
+            Nodes, ids and cosine similarities in [-1, 1], nearest first; of "mmr" in the order of their choice.
 
         Raises:
             ConfigError: Another mode, no vector, `similarity_top_k` below 1, or a filter that cannot be applied.
             StoreMismatchError: The vector is of another length than the store's.
             StoreError: The store cannot be read.
         """
-        if query.mode != VectorStoreQueryMode.DEFAULT:
-            raise ConfigError(f"{self.class_name()} answers queries of mode 'default' only, not {query.mode.value!r}")
+        if query.mode not in self._modes:
+            known = " or ".join(repr(mode.value) for mode in self._modes)
+            raise ConfigError(f"{self.class_name()} answers queries of mode {known} only, not {query.mode.value!r}")
         if query.query_embedding is None:
             raise ConfigError("the query has no query_embedding: give the retriever an embedding model")
         if query.similarity_top_k < 1:
@@ -201,7 +216,10 @@ class DocumentStore(BasePydanticVectorStore):
         cutoff: float | None = kwargs.get("similarity_cutoff", self.similarity_cutoff)
         # LlamaIndex's `index.as_retriever()` sends an empty list where it means "any node".
         node_ids, doc_ids = query.node_ids or None, query.doc_ids or None
-        found = self._search(query.query_embedding, query.similarity_top_k, node_ids, doc_ids, query.filters)
+        if query.mode == VectorStoreQueryMode.MMR:
+            found = self._search_mmr(query, node_ids, doc_ids, kwargs)
+        else:
+            found = self._search(query.query_embedding, query.similarity_top_k, node_ids, doc_ids, query.filters)
         # Rounding can carry the inner product of unit vectors past 1.
         found = [(node, min(1.0, max(-1.0, score))) for node, score in found]
         found = [(node, score) for node, score in found if cutoff is None or score >= cutoff]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,16 @@ from typing import Any
 import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.indices.query.embedding_utils import get_top_k_mmr_embeddings
 from llama_index.core.schema import BaseNode
-from llama_index.core.vector_stores.types import MetadataFilters
+from llama_index.core.storage.storage_context import DEFAULT_PERSIST_DIR
+from llama_index.core.vector_stores.simple import DEFAULT_VECTOR_STORE, NAMESPACE_SEP
+from llama_index.core.vector_stores.types import (
+    DEFAULT_PERSIST_FNAME,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+)
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 from numpy.typing import NDArray
 
@@ -51,6 +59,7 @@ class FaissStore(DocumentStore):
         >>> index = VectorStoreIndex.from_vector_store(store, embed_model=LocalEmbedding())
     """
 
+    _modes = (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR)
     _indexes: TenantIndexes = PrivateAttr()  # shared by the copies for all tenants
 
     def __init__(
@@ -102,6 +111,36 @@ class FaissStore(DocumentStore):
             StoreError: The store cannot be opened: corrupt, foreign, of another version or embedding model, busy.
         """
         return cls(path, embed_model=embed_model, similarity_cutoff=similarity_cutoff, must_exist=True, tenant=tenant)
+
+    @classmethod
+    def from_persist_dir(
+        cls,
+        persist_dir: str | Path = DEFAULT_PERSIST_DIR,
+        namespace: str = DEFAULT_VECTOR_STORE,
+        *,
+        embed_model: BaseEmbedding | None = None,
+        similarity_cutoff: float | None = None,
+    ) -> FaissStore:
+        """Open the copy that LlamaIndex's `StorageContext.persist` wrote.
+
+        Args:
+            persist_dir: Folder of the storage context.
+            namespace: Name of the vector store in the storage context.
+            embed_model: The embedding model of the vectors; it is compared with the one that made the store.
+            similarity_cutoff: Least cosine similarity of a result; a query may set its own.
+
+        Raises:
+            StoreNotFoundError: There is none.
+            StoreError: It cannot be opened.
+
+        Example:
+            >>> context = StorageContext.from_defaults(
+            ...     vector_store=FaissStore.from_persist_dir("storage"), persist_dir="storage"
+            ... )
+            >>> index = load_index_from_storage(context, embed_model=embed_model)
+        """
+        path = Path(persist_dir) / f"{namespace}{NAMESPACE_SEP}{DEFAULT_PERSIST_FNAME}"
+        return cls.open(path, embed_model=embed_model, similarity_cutoff=similarity_cutoff)
 
     @classmethod
     def class_name(cls) -> str:
@@ -244,6 +283,37 @@ class FaissStore(DocumentStore):
             found = index.search(unit_vectors([embedding], index.dimension)[0], top_k, allowed)
             nodes = self._nodes([id_ for id_, _ in found])
         return list(zip(nodes, (score for _, score in found), strict=True))
+
+    def _search_mmr(
+        self,
+        query: VectorStoreQuery,
+        node_ids: list[str] | None,
+        doc_ids: list[str] | None,
+        options: Mapping[str, Any],
+    ) -> list[tuple[BaseNode, float]]:
+        threshold = options.get("mmr_threshold", query.mmr_threshold)
+        weight = 0.5 if threshold is None else float(threshold)
+        factor = options.get("mmr_prefetch_factor", 4)
+        if not 0.0 <= weight <= 1.0 or factor < 1:
+            raise ConfigError(
+                f"mmr_threshold must be 0..1 and mmr_prefetch_factor at least 1, not {weight:g} and {factor:g}"
+            )
+        with self._indexes.reading(self._tenant) as index:
+            if index is None:
+                return []
+            allowed = index.select(node_ids=node_ids, doc_ids=doc_ids, filters=query.filters)
+            vector = unit_vectors([query.query_embedding], index.dimension)[0]
+            near = dict(index.search(vector, int(query.similarity_top_k * factor), allowed))
+            vectors = [index.faiss_index.reconstruct(id_).tolist() for id_ in near]
+            _, chosen = get_top_k_mmr_embeddings(
+                vector.tolist(),
+                vectors,
+                similarity_top_k=query.similarity_top_k,
+                embedding_ids=list(near),
+                mmr_threshold=weight,
+            )
+            nodes = self._nodes(chosen)
+        return list(zip(nodes, (near[id_] for id_ in chosen), strict=True))
 
     def _delete_nodes(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
         def change(index: FlatIndex | None, dimension: int | None) -> IndexChange:

@@ -11,17 +11,18 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core import StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.schema import Document, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores.types import (
     FilterOperator,
     MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
+    VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
 
-from reader_rag.errors import ConfigError
+from reader_rag.errors import ConfigError, StoreNotFoundError
 from reader_rag.rag import FaissStore, SizedEmbedding
 
 MakeNode = Callable[..., TextNode]
@@ -167,3 +168,37 @@ TwinMachine.TestCase.settings = settings(
     max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 test_the_store_agrees_with_brute_force = TwinMachine.TestCase
+
+
+class TestStorageContext:
+    @pytest.mark.parametrize("on_disk", [False, True])
+    def test_what_llama_index_persists_it_loads(self, on_disk: bool, tmp_path: Path, embedding: SizedEmbedding) -> None:
+        store = FaissStore(tmp_path / "store" if on_disk else None, embed_model=embedding)
+        context = StorageContext.from_defaults(vector_store=store)
+        documents = [Document(text="Owls hunt at night."), Document(text="Herons eat fish.")]
+        VectorStoreIndex.from_documents(documents, storage_context=context, embed_model=embedding)
+        context.persist(tmp_path / "saved")
+        with FaissStore.from_persist_dir(tmp_path / "saved", embed_model=embedding) as loaded:
+            context = StorageContext.from_defaults(vector_store=loaded, persist_dir=str(tmp_path / "saved"))
+            index = load_index_from_storage(context, embed_model=embedding)
+            (found,) = index.as_retriever(similarity_top_k=1).retrieve("What do herons eat?")
+            assert found.node.get_content() == "Herons eat fish."
+        with pytest.raises(StoreNotFoundError):
+            FaissStore.from_persist_dir(tmp_path / "elsewhere")
+
+
+class TestMarginalRelevance:
+    def test_the_second_result_differs_from_the_first(self, make_node: MakeNode) -> None:
+        store = FaissStore()
+        store.add([make_node("a", [1, 0.1]), make_node("twin", [1, 0.11]), make_node("b", [0.6, -0.8])])
+        query = VectorStoreQuery([1.0, 0.0], similarity_top_k=2, mode=VectorStoreQueryMode.MMR)
+        assert store.query(query, mmr_threshold=1.0).ids == ["a", "twin"]
+        diverse = store.query(query, mmr_threshold=0.1)
+        assert diverse.ids == ["a", "b"]
+        assert diverse.similarities == pytest.approx([1 / 1.01**0.5, 0.6], abs=1e-5)
+        query.node_ids = ["twin", "b"]
+        assert set(store.query(query).ids or ()) == {"twin", "b"}
+        assert store.query(query, mmr_prefetch_factor=1).ids == ["twin", "b"]
+        assert FaissStore().query(query).ids == []
+        with pytest.raises(ConfigError, match=r"mmr_threshold must be 0\.\.1"):
+            store.query(query, mmr_threshold=2)
