@@ -178,13 +178,12 @@ class Target:
         if cache.batch is not None:
             raise ValueError("no prefill is possible for a sequence in a batch")
         tokens = np.array(token_ids, np.int64)
-        if self.cpu is not None and self.cpu.prefills_faster:
+        # One pass over a prompt that reaches the switch uses the angles behind it for all rows; chunks would not.
+        crosses = self._switch is not None and cache.length < self._switch < cache.length + len(tokens)
+        if self.cpu is not None and self.cpu.prefills_faster and not crosses:
             yield from self._prefill_compiled(tokens, cache, states)
             return
-        size = self.chunk
-        # One pass over a prompt that reaches the switch uses the angles behind it for all rows; chunks would not.
-        if self._switch is not None and cache.length < self._switch < cache.length + len(tokens):
-            size = len(tokens)
+        size = len(tokens) if crosses else self.chunk
         for start in range(0, len(tokens), size):
             yield self._prefill_chunk(tokens[start : start + size], cache, states)
 

@@ -20,7 +20,7 @@ from reader_rag.draft import DraftTree
 from reader_rag.model.compiled import forward as cpu_forward
 from reader_rag.model.compiled.forward import CpuForward, Rows
 from reader_rag.model.cpu import products, rounding
-from reader_rag.model.interface import prefill
+from reader_rag.model.interface import Step, prefill
 from reader_rag.model.self_test import keeps_bits, verifies_trees
 from reader_rag.model.target import Target
 
@@ -40,6 +40,11 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+ALTERNATING: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 16,
 }
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", COMMON),
@@ -64,17 +69,63 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {key: value for key, value in COMMON.items() if key != "head_dim"} | {"hidden_size": 48}),
     "qwen3": ("Qwen3", COMMON | {"head_dim": 16}),
     "heads of 24": ("Llama", COMMON | {"head_dim": 24}),
+    "gelu": ("Llama", COMMON | {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral with a window": ("Mistral", COMMON | {"sliding_window": 16}),
+    "a window shorter than the draft": ("Mistral", COMMON | {"sliding_window": 3}),
+    "ministral": ("Ministral", COMMON | ALTERNATING),
+    "qwen2 with a window": (
+        "Qwen2",
+        COMMON | {"hidden_size": 48, "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "phi-3": ("Phi3", COMMON | {"sliding_window": 16}),
+    "phi-3 that rotates half of each head": (
+        "Phi3",
+        COMMON
+        | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+        | {"partial_rotary_factor": 0.5},
+    ),
+    "smollm3": ("SmolLM3", COMMON | {"num_hidden_layers": 4}),
+    "granite": (
+        "Granite",
+        COMMON
+        | {"embedding_multiplier": 3.1, "residual_multiplier": 0.22, "attention_multiplier": 0.3}
+        | {"logits_scaling": 1.7},
+    ),
+    "olmo2": ("Olmo2", COMMON | {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "olmo3": (
+        "Olmo3",
+        COMMON
+        | ALTERNATING
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+    ),
+    "gemma": ("Gemma", COMMON),
+    "gemma2": (
+        "Gemma2",
+        COMMON
+        | ALTERNATING
+        | {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
+    ),
+    "gemma3": ("Gemma3Text", COMMON | ALTERNATING | {"query_pre_attn_scalar": 20, "num_key_value_heads": 1}),
+    "gemma3 with soft caps": (
+        "Gemma3Text",
+        COMMON | ALTERNATING | {"attn_logit_softcapping": 0.1, "final_logit_softcapping": 4.0},
+    ),
 }
 UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
-    "sliding window": ("Mistral", COMMON | {"sliding_window": 16}),
     "other activation": ("Llama", COMMON | {"hidden_act": "gelu"}),
     "rotation that depends on the length": (
         "Llama",
         COMMON | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
-    "other architecture": ("Gemma", COMMON),
+    "other architecture": ("Cohere", COMMON),
     "heads that do not fill vectors": ("Llama", COMMON | {"head_dim": 12}),
 }
+WINDOWED = ["mistral with a window", "a window shorter than the draft", "gemma2", "gemma3"]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.008}
 """Relative errors; in 16 bits the model's own differ from its float32 logits by about as much."""
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
@@ -121,7 +172,7 @@ def test_its_logits_are_the_models_own(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("committed", [1, 2, 7, 8, 9, 64, 131])
-@pytest.mark.parametrize("name", ["llama", "one query head for each key head", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "one query head for each key head", "qwen3", *WINDOWED])
 def test_a_drafted_rows_bits_are_those_of_plain_decoding(name: str, committed: int, dtype: torch.dtype) -> None:
     target = Target(make_model(*SETTINGS[name], dtype))
     text, tree = random_tokens(committed, committed, VOCABULARY), random_tree(committed, 19, VOCABULARY)
@@ -176,6 +227,58 @@ def test_a_prompt_may_be_prefilled_here_or_by_the_model(
     assert error(target.verify(5, DraftTree.empty(), cache)[0], own_logits(model, [*text, 5])[-1]) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "olmo2", *WINDOWED])
+def test_rows_have_the_same_bits_in_chunks_of_any_size(name: str, dtype: torch.dtype) -> None:
+    target, text = Target(make_model(*SETTINGS[name], dtype)), np.array(random_tokens(6, 70, VOCABULARY))
+    assert target.cpu is not None
+    logits, caches = [], []
+    for size in (1, 7, 70):
+        cache = target.new_cache(70, 0)
+        parts = []
+        for chunk in np.split(text, range(size, 70, size)):
+            parts += target.cpu([Rows.of_text(chunk, cache, 0)])
+            cache.commit(list(range(len(chunk))))
+        logits.append(torch.cat(parts))
+        caches.append(cache.arrays[0][:, :, :70].copy())
+    for other, cached in zip(logits[1:], caches[1:], strict=True):
+        assert torch.equal(logits[0], other)
+        assert np.array_equal(caches[0], cached)
+    assert error(logits[0], own_logits(target.model, text.tolist())) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", ["phi-3", "gemma2"])
+def test_texts_of_a_batch_have_the_bits_that_they_have_alone(name: str) -> None:
+    target, tree = Target(make_model(*SETTINGS[name])), random_tree(4, 9, VOCABULARY)
+    steps = []
+    for length in (3, 40, 17):
+        cache = target.new_cache(length, len(tree))
+        prefill(target, random_tokens(length, length, VOCABULARY), cache)
+        steps.append(Step(5, tree, cache))
+    for step, together in zip(steps, target.verify_batch(steps), strict=True):
+        assert torch.equal(target.verify(step.root, step.tree, step.cache), together)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_angles_that_change_at_a_length(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuForward, "prefills_faster", faster)
+    rotation = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    rotation |= {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 6.0]}
+    settings = COMMON | {"hidden_size": 48, "original_max_position_embeddings": 64, "rope_parameters": rotation}
+    target = Target(make_model("Phi3", settings))
+    assert target.cpu is not None
+    steps, expected = [], []
+    for length, tree in ((30, DraftTree.from_chain([5, 6])), (63, DraftTree.empty()), (300, DraftTree.from_chain([8]))):
+        assert target.deepest(length) is None or len(tree) <= target.deepest(length)
+        text, cache = random_tokens(length, length, VOCABULARY), target.new_cache(length, 2)
+        logits = prefill(target, text, cache)
+        assert error(logits[0], own_logits(target.model, text)[-1]) < 1e-5
+        steps.append(Step(7, tree, cache))
+        expected.append(own_logits(target.model, [*text, 7, *tree.tokens.tolist()])[length:])
+    for got, own in zip(target.verify_batch(steps), expected, strict=True):
+        assert error(got, own) < 1e-5
+
+
 def test_no_weight_is_copied() -> None:
     model = make_model(*SETTINGS["llama"])
     target = Target(model)
@@ -203,6 +306,12 @@ def test_models_of_another_shape_run_in_their_own_forward(name: str) -> None:
     model = make_model(*UNKNOWN[name])
     assert CpuForward.of(model) is None
     assert verifies_trees(Target(model))
+
+
+def test_attention_of_another_kind_is_unknown() -> None:
+    chunks = make_model("Ministral", COMMON | {"layer_types": ["chunked_attention"] * 2})
+    assert CpuForward.of(chunks) is None
+    assert CpuForward.of(make_model("Gemma3Text", COMMON | {"use_bidirectional_attention": True})) is None
 
 
 def test_changed_models_run_in_their_own_forward() -> None:
@@ -304,5 +413,5 @@ def test_the_self_test_of_strict_decoding_tries_a_tree() -> None:
         def __call__(self, texts: Sequence[Rows]) -> list[torch.Tensor]:
             return [logits + logits.mean(0) * 1e-3 for logits in compute(texts)]
 
-    target.cpu = MixesRows(target.model)
+    target.cpu = MixesRows.of(target.model)
     assert not keeps_bits(target)

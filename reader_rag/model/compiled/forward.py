@@ -1,4 +1,4 @@
-"""The forward pass of Llama-shaped models on the CPU, without PyTorch between the weights and the logits.
+"""The forward pass of known decoder models on the CPU, without PyTorch between the weights and the logits.
 
 It reads the weights of the loaded model in place, and the model stays as it is. The bits of a row do not depend on the
 rows beside it.
@@ -20,18 +20,16 @@ from transformers import PreTrainedModel
 from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.tree_cache import TreeCache
+from reader_rag.model.compiled.angles import Angles
+from reader_rag.model.compiled.architecture import Architecture, architecture_of
 from reader_rag.model.compiled.weights import UnknownPartError, Weights, padded
-from reader_rag.model.cpu.attention import Caches, Paths, Rotation
+from reader_rag.model.cpu.attention import Caches, Paths
 from reader_rag.model.cpu.layers import compute_layers, norm_and_project
 from reader_rag.model.cpu.simd import LANES
 from reader_rag.model.cpu.threads import numba_threads
 
 Array = NDArray[Any]
 
-_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models made of the layers below and nothing else."""
-_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Position encodings whose angles depend on nothing but the position."""
 _HOMES = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "reader_rag.model.quantization.")
 """Where the classes of a model's parts come from. Another library's part may show the weights that it changes."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,6 +81,7 @@ class CpuForward:
 
     Args:
         model: A model that `of` found to be known.
+        architecture: What it computes around its products.
 
     Attributes:
         heads: Key heads.
@@ -93,23 +92,23 @@ class CpuForward:
 
     chunk = 64
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, architecture: Architecture) -> None:
         self._dtype = getattr(model, "cache_dtype", model.dtype)
-        self._rotary = cast(Any, model).model.rotary_emb
         self.last_norm: nn.Module = cast(Any, model).model.norm
-        self._weights = Weights.of(model)
+        self._weights = weights = Weights.of(model, architecture)
         self.width = int(cast(Any, model).model.layers[0].self_attn.head_dim)
-        self.heads = self._weights.sizes["k"] // self.width
-        self._rotation = Rotation(*np.zeros((2, 0, self.width), np.float32))
-        self._angles(256)
+        self.heads = weights.sizes["k"] // self.width
+        activations = torch.float32 if weights.is_int8 else self._dtype
+        self._angles = Angles(cast(Any, model).model.rotary_emb, architecture, activations)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> CpuForward | None:
         """The forward pass of `model`, or None if the model, its type or its device is not known here."""
-        if not _is_known(model):
+        architecture = architecture_of(model)
+        if architecture is None or not _is_known(model):
             return None
         try:
-            return cls(model)
+            return cls(model, architecture)
         except (UnknownPartError, AttributeError):
             return None
 
@@ -149,7 +148,7 @@ class CpuForward:
         for text, start in zip(texts, starts, strict=False):
             paths[start : start + len(text.tokens), : text.paths.shape[1]] = text.paths
         caches = self._caches(texts, starts)
-        angles = self._angles(max(text.cache.length + int(text.depths.max()) + 1 for text in texts))
+        rotation = self._angles.at(depths + np.repeat(caches.committed, np.diff(starts)), starts)
         rows, weights = len(tokens), self._weights
         x = weights.embed(tokens)
         spans = [slice(starts[n] + text.first_logits, starts[n + 1]) for n, text in enumerate(texts)]
@@ -159,9 +158,10 @@ class CpuForward:
         logits = weights.logits(count)
         buffers, head_inputs = weights.buffers(rows), weights.head_inputs(count)
         with numba_threads():
-            compute_layers(x, rows, weights.layers, angles, Paths(depths, paths), caches, buffers)
+            compute_layers(x, rows, weights.layers, weights.form, rotation, Paths(depths, paths), caches, buffers)
             np.concatenate(wanted, out=last[:count])
             norm_and_project(last, count, weights.norm, head_inputs, weights.head, logits)
+            weights.scale_logits(logits, count)
         for text, start in zip(texts, starts, strict=False):
             if text.states is not None:
                 text.states.append(torch.from_numpy(x[start : start + len(text.tokens)]), len(text.tokens))
@@ -174,18 +174,6 @@ class CpuForward:
         capacities = np.array([text.cache.capacity for text in texts])
         return Caches(starts, committed, capacities, keys, values, arrays[0][0][0, 0])
 
-    def _angles(self, positions: int) -> Rotation:
-        """Cosines and sines of at least so many positions, as the model's own module makes them."""
-        if len(self._rotation.cos) < positions:
-            count = 1 << (positions - 1).bit_length()
-            with torch.inference_mode():
-                like = torch.empty(0, dtype=torch.float32 if self._weights.is_int8 else self._dtype)
-                cos, sin = self._rotary(like, torch.arange(count)[None])
-            if cos.shape[-1] != self.width:
-                raise UnknownPartError("rotates a part of each head")
-            self._rotation = Rotation(cos[0].float().numpy(), sin[0].float().numpy())
-        return self._rotation
-
 
 def slow_products() -> bool:
     """Whether PyTorch is slow at products of many rows in 16 bits on this CPU."""
@@ -193,19 +181,11 @@ def slow_products() -> bool:
 
 
 def _is_known(model: PreTrainedModel) -> bool:
-    config: Any = model.config
-    kind = type(model)
-    rotation: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return (
         not _numba.DISABLE_JIT
         and model.device.type == "cpu"
         and model.dtype in _DTYPES
-        and kind.__name__ in _CLASSES
-        and kind.__module__.startswith("transformers.models.")
-        and getattr(config, "hidden_act", None) == "silu"
-        and not getattr(config, "sliding_window", None)
-        and rotation.get("rope_type", "default") in _ROTATIONS
-        and not head_width(config) % LANES
+        and not head_width(model.config) % LANES
         and all(type(module).__module__.startswith(_HOMES) for module in model.modules())
         and not any(
             module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)

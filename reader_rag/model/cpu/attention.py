@@ -1,7 +1,8 @@
 """Attention of a decoder layer along the paths of draft trees, and the rotation of its queries and keys.
 
-A row attends to the committed positions of its sequence and to its own path, in the order of the text. So its numbers
-do not depend on the rows beside it, and a drafted token's are bit for bit those of plain decoding.
+A row attends to the committed positions of its sequence and to its own path, in the order of the text, or to the last
+of them where the layer has a window. So its numbers do not depend on the rows beside it, and a drafted token's are bit
+for bit those of plain decoding. Scores and their weights stay in float32, as in PyTorch's fused attention.
 """
 
 from __future__ import annotations
@@ -14,21 +15,44 @@ from numba import carray, njit, prange  # type: ignore[attr-defined]
 from reader_rag.model.cpu import simd
 from reader_rag.model.cpu.products import FUSED, normalize
 from reader_rag.model.cpu.rounding import narrowed, rounded
+from reader_rag.model.cpu.softcap import cap_scores
 from reader_rag.util.addresses import pointer
 
 lanes: Any = simd  # in kernels its operations take no compiler's context
 
 
 class Rotation(NamedTuple):
-    """Rotary position embeddings (arXiv 2104.09864), as the model's own module makes them.
+    """Rotary position embeddings (arXiv 2104.09864) of the rows of a pass, as the model's own module makes them.
 
     Attributes:
-        cos: float32 [positions, width].
-        sin: float32 [positions, width].
+        cos: float32 [kinds, rows, rotated], of the first numbers of a head; the others are not rotated.
+        sin: float32 [kinds, rows, rotated].
+        rounds_once: In 16 bits, whether a rotated number is rounded once, not each of its two products too.
     """
 
     cos: Any
     sin: Any
+    rounds_once: Any
+
+
+class Attention(NamedTuple):
+    """How a layer attends.
+
+    Attributes:
+        q_norm: `Norm` of each query head, or of all of them together, by the width of its weight.
+        k_norm: `Norm` of each key head, or of all of them together.
+        rotation: The kind of `Rotation`; -1: none.
+        window: Positions that a row sees, its own included; 0: all.
+        scale: Of the scores, float32.
+        cap: Of the scores, float32: they become `cap * tanh(score / cap)`; 0: none.
+    """
+
+    q_norm: Any
+    k_norm: Any
+    rotation: Any
+    window: Any
+    scale: Any
+    cap: Any
 
 
 class Paths(NamedTuple):
@@ -73,6 +97,9 @@ class KeyHead(NamedTuple):
         committed: Committed positions.
         keys: [capacity, width].
         values: [capacity, width].
+        window: As in `Attention`.
+        scale: As in `Attention`.
+        cap: As in `Attention`.
     """
 
     index: Any
@@ -80,18 +107,46 @@ class KeyHead(NamedTuple):
     committed: Any
     keys: Any
     values: Any
+    window: Any
+    scale: Any
+    cap: Any
 
 
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _rotate(head: Any, norm: Any, cos: Any, sin: Any, like: Any) -> None:
-    """Normalise a head (where `norm` is not empty) and rotate it to its position, in place."""
-    if norm.weight.shape[0]:
-        normalize(head, norm.weight, norm.epsilon, head)
-    half = head.shape[0] // 2
+def _rotate(head: Any, cos: Any, sin: Any, products: Any, like: Any) -> None:
+    """Rotate a head to its position, in place; in 16 bits, products are rounded to the type of `products`."""
+    half = cos.shape[0] // 2
     for d in range(half):
         a, b = head[d], head[d + half]
-        head[d] = rounded(rounded(a * cos[d], like) - rounded(b * sin[d], like), like)
-        head[d + half] = rounded(rounded(b * cos[d + half], like) + rounded(a * sin[d + half], like), like)
+        head[d] = rounded(rounded(a * cos[d], products) - rounded(b * sin[d], products), like)
+        head[d + half] = rounded(rounded(b * cos[d + half], products) + rounded(a * sin[d + half], products), like)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _norm_and_rotate(heads: Any, norm: Any, layer: Any, rotation: Any, row: Any, like: Any) -> None:
+    """Normalise the heads of a row (where `norm` is not empty) and rotate them to its position, in place.
+
+    Args:
+        heads: float32 [heads * width], overwritten.
+        norm: `Norm`.
+        layer: `Attention`.
+        rotation: `Rotation`.
+        row: The row of the pass.
+        like: [any, width], an array of the type of keys and values.
+    """
+    if norm.weight.shape[0]:
+        for start in range(0, heads.shape[0], norm.weight.shape[0]):
+            part = heads[start : start + norm.weight.shape[0]]
+            normalize(part, norm, part)
+    if layer.rotation < 0:
+        return
+    cos, sin = rotation.cos[layer.rotation, row], rotation.sin[layer.rotation, row]
+    for start in range(0, heads.shape[0], like.shape[1]):
+        head = heads[start : start + like.shape[1]]
+        if rotation.rounds_once:
+            _rotate(head, cos, sin, cos, like)
+        else:
+            _rotate(head, cos, sin, like, like)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -163,11 +218,33 @@ def _mix(weights: Any, values: Any, out: Any) -> None:
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _attend_four(q: Any, first: Any, queries: Any, head: Any, paths: Any, scale: Any, out: Any) -> None:
+def _first_seen(position: Any, window: Any) -> Any:
+    """The first position that a row at `position` sees."""
+    return max(position + 1 - window, np.int64(0)) if window else np.int64(0)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _hide(eight: Any, position: Any, since: Any, value: Any) -> None:
+    """Overwrite what four queries have of positions `position` and `position + 1` before the first that each sees.
+
+    Args:
+        eight: float32 [8], of the two positions for each of the queries.
+        position: The first of the two.
+        since: int64 [4], the first position that each query sees.
+        value: float32.
+    """
+    for lane in range(8):
+        if position + lane // 4 < since[lane % 4]:
+            eight[lane] = value
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _attend_four(q: Any, first: Any, queries: Any, head: Any, paths: Any, out: Any) -> None:
     """Attention of four queries of a key head; query n is head `n % group` of the group in row `n // group`.
 
-    The positions that all four see are taken two at a time, lane `4 * (position % 2) + query`; what is left, the end of
-    each query's own path, follows query by query. Each position adds the same numbers to the same lane either way.
+    The committed positions are taken two at a time, lane `4 * (position % 2) + query`; what is left, the end of each
+    query's own path, follows query by query. Each position adds the same numbers to the same lane either way. Of the
+    positions before the windows of all four none is read; those before the windows of some add zeros to these.
 
     Args:
         q: float32 [rows of the sequence, heads * width].
@@ -175,21 +252,33 @@ def _attend_four(q: Any, first: Any, queries: Any, head: Any, paths: Any, scale:
         queries: Number of queries in all.
         head: `KeyHead`.
         paths: `Paths` of the rows.
-        scale: Of the scores, float32.
         out: Like `q`.
     """
-    h, group, committed, keys, values = head.index, head.group, head.committed, head.keys, head.values
+    h, group, committed, scale, cap = head.index, head.group, head.committed, head.scale, head.cap
     depths, rows = paths.depths, paths.rows
-    width, pairs = keys.shape[1], committed // 2
+    width, even = head.keys.shape[1], committed - committed % 2
     count = min(4, queries - first)
     four, mixed = np.zeros((4, width), np.float32), np.empty((4, width), np.float32)
+    since = np.zeros(4, np.int64)
+    start = partly = even  # the first position that one of the four sees, the first that all of them see; even
     for j in range(count):
         row, column = (first + j) // group, (h * group + (first + j) % group) * width
         for d in range(width):
             four[j, d] = q[row, column + d]
+        since[j] = _first_seen(committed + depths[row], head.window)
+        start = min(start, since[j] - since[j] % 2)
+    partly = start
+    for j in range(count):
+        partly = max(partly, min(since[j] + since[j] % 2, even))
+    keys, values = head.keys[start:], head.values[start:]
+    pairs, hidden = (even - start) // 2, (partly - start) // 2
     weights, eight = np.empty((pairs, 8), np.float32), np.zeros((1, 8), np.float32)
     greatest = lanes.spread(np.float32(-np.inf))
-    for p in range(pairs):
+    for p in range(hidden):
+        lanes.store(weights, p, 0, _two_scores(keys, 2 * p, 2 * p + 1, four, scale))
+        _hide(weights[p], start + 2 * p, since, np.float32(-np.inf))
+        greatest = lanes.maximum(greatest, lanes.load(weights, p, 0))
+    for p in range(hidden, pairs):
         scores = _two_scores(keys, 2 * p, 2 * p + 1, four, scale)
         lanes.store(weights, p, 0, scores)
         greatest = lanes.maximum(greatest, scores)
@@ -200,20 +289,30 @@ def _attend_four(q: Any, first: Any, queries: Any, head: Any, paths: Any, scale:
     near, ends = np.empty((longest // 2 + 1, 8), np.float32), np.zeros((4, longest + 8), np.float32)
     for j in range(count):
         row = (first + j) // group
-        length = committed % 2 + depths[row] + 1
+        length = committed - even + depths[row] + 1
         if j == 0 or (first + j) % group == 0:  # the queries of a row see the same
             _slots_of(committed, rows[row], length, slots)
             for t in range(0, length, 2):
-                scores = _two_scores(keys, slots[t], slots[min(t + 1, length - 1)], four, scale)
+                scores = _two_scores(head.keys, slots[t], slots[min(t + 1, length - 1)], four, scale)
                 lanes.store(near, t // 2, 0, scores)
         top = max(eight[0, j], eight[0, 4 + j])
-        for t in range(length):
+        for t in range(max(since[j] - even, 0), length):
             ends[j, t] = near[t // 2, 4 * (t % 2) + j]
             top = max(top, ends[j, t])
         eight[0, j] = eight[0, 4 + j] = top
+    if cap > 0:
+        for p in range(pairs):
+            cap_scores(weights[p], cap)
+        for j in range(count):
+            cap_scores(ends[j], cap)
+        cap_scores(eight[0], cap)
 
     greatest, total = lanes.load(eight, 0, 0), lanes.spread(np.float32(0))
-    for p in range(pairs):
+    for p in range(hidden):
+        lanes.store(weights, p, 0, _exponential(lanes.subtract(lanes.load(weights, p, 0), greatest)))
+        _hide(weights[p], start + 2 * p, since, np.float32(0))
+        total = lanes.add(total, lanes.load(weights, p, 0))
+    for p in range(hidden, pairs):
         exponential = _exponential(lanes.subtract(lanes.load(weights, p, 0), greatest))
         lanes.store(weights, p, 0, exponential)
         total = lanes.add(total, exponential)
@@ -222,17 +321,18 @@ def _attend_four(q: Any, first: Any, queries: Any, head: Any, paths: Any, scale:
     _mix(weights, values, mixed)
     for j in range(count):
         row, column = (first + j) // group, (h * group + (first + j) % group) * width
-        length = committed % 2 + depths[row] + 1
+        length = committed - even + depths[row] + 1
         _slots_of(committed, rows[row], length, slots)
         for t in range(0, length, 8):
             ahead = lanes.subtract(lanes.load(ends, j, t), lanes.spread(tops[0, j]))
             lanes.store(ends, j, t, _exponential(ahead))
-        for t in range(length):
+        for t in range(max(since[j] - even, 0), length):
             eight[0, j + 4 * (t % 2)] += ends[j, t]
             weight = lanes.spread(ends[j, t])
             for d in range(0, width, 8):
                 sum_so_far = lanes.load(mixed, j, d)
-                lanes.store(mixed, j, d, lanes.multiply_add(weight, lanes.load(values, slots[t], d), sum_so_far))
+                value = lanes.load(head.values, slots[t], d)
+                lanes.store(mixed, j, d, lanes.multiply_add(weight, value, sum_so_far))
         for d in range(width):
             out[row, column + d] = rounded(mixed[j, d] / (eight[0, j] + eight[0, 4 + j]), values)
 
@@ -255,17 +355,15 @@ def _heads_at(address: Any, heads: Any, capacity: Any, like: Any) -> Any:
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
-def attend(heads: Any, q_norm: Any, k_norm: Any, rotation: Any, paths: Any, caches: Any, scale: Any, out: Any) -> None:
+def attend(heads: Any, layer: Any, rotation: Any, paths: Any, caches: Any, out: Any) -> None:
     """Write the rows' keys and values behind the committed ones of their sequence, and attend along each row's path.
 
     Args:
         heads: `Heads`; queries and keys are overwritten.
-        q_norm: `Norm` of each query head.
-        k_norm: `Norm` of each key head.
+        layer: `Attention`.
         rotation: `Rotation`.
         paths: `Paths`.
         caches: `Caches`.
-        scale: Of the scores, float32.
         out: float32 [rows up to a multiple of 4, heads * width].
     """
     q, k, v = heads.q, heads.k, heads.v
@@ -277,6 +375,7 @@ def attend(heads: Any, q_norm: Any, k_norm: Any, rotation: Any, paths: Any, cach
         caches.like,
     )
     starts, keys, values = caches.starts, caches.keys, caches.values
+    window, scale, cap = layer.window, layer.scale, layer.cap
     sequences, width = committed.shape[0], like.shape[1]
     key_heads = k.shape[1] // width
     group = q.shape[1] // width // key_heads
@@ -285,16 +384,13 @@ def attend(heads: Any, q_norm: Any, k_norm: Any, rotation: Any, paths: Any, cach
         own_keys = _heads_at(keys[t], key_heads, capacities[t], like)
         own_values = _heads_at(values[t], key_heads, capacities[t], like)
         for r in range(starts[t], starts[t + 1]):
-            position, slot = committed[t] + depths[r], committed[t] + r - starts[t]
+            slot = committed[t] + r - starts[t]
+            _norm_and_rotate(k[r], layer.k_norm, layer, rotation, r, like)
+            _norm_and_rotate(q[r], layer.q_norm, layer, rotation, r, like)
             for h in range(key_heads):
-                head = k[r, h * width : (h + 1) * width]
-                _rotate(head, k_norm, rotation.cos[position], rotation.sin[position], like)
                 for d in range(width):
-                    own_keys[h, slot, d] = narrowed(head[d], like)
+                    own_keys[h, slot, d] = narrowed(k[r, h * width + d], like)
                     own_values[h, slot, d] = narrowed(v[r, h * width + d], like)
-            for h in range(key_heads * group):
-                head = q[r, h * width : (h + 1) * width]
-                _rotate(head, q_norm, rotation.cos[position], rotation.sin[position], like)
         before[t + 1] = before[t] + key_heads * (((starts[t + 1] - starts[t]) * group + 3) // 4)
     for task in prange(before[sequences]):
         n = np.searchsorted(before, np.int64(task), side="right") - 1
@@ -304,7 +400,6 @@ def attend(heads: Any, q_norm: Any, k_norm: Any, rotation: Any, paths: Any, cach
         h, four = (np.int64(task) - before[n]) // fours, (np.int64(task) - before[n]) % fours
         own_keys = _heads_at(keys[n], key_heads, capacities[n], like)[h]
         own_values = _heads_at(values[n], key_heads, capacities[n], like)[h]
-        head = KeyHead(h, group, committed[n], own_keys, own_values)
-        _attend_four(
-            q[start:stop], 4 * four, queries, head, Paths(depths[start:stop], rows[start:stop]), scale, out[start:stop]
-        )
+        head = KeyHead(h, group, committed[n], own_keys, own_values, window, scale, cap)
+        own_paths = Paths(depths[start:stop], rows[start:stop])
+        _attend_four(q[start:stop], 4 * four, queries, head, own_paths, out[start:stop])

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit, prange
 
 from reader_rag.model.cpu.int8_tile import COLUMNS, FEATURES, OFFSET, TILE_BLOCKS, TILE_ROWS, TILES, WRITERS
-from reader_rag.model.cpu.products import exp, normalize
+from reader_rag.model.cpu.products import exp, normalize, steepness
 
 _GREATEST, _GREATEST_OF_TWO = np.float32(127), np.float32(127 * 256 + 127)
 _SPREAD_FROM = 4
@@ -88,7 +88,7 @@ def _quantise(row: Any, inputs: Any, r: Any) -> None:
 @njit(cache=True, error_model="numpy", nogil=True)
 def _norm_row(x: Any, norm: Any, inputs: Any, r: Any) -> None:
     normed = np.empty(x.shape[1], np.float32)
-    normalize(x[r], norm.weight, norm.epsilon, normed)
+    normalize(x[r], norm, normed)
     _quantise(normed, inputs, r)
 
 
@@ -269,13 +269,14 @@ def project_heads(inputs: Any, rows: Any, linear: Any, heads: Any) -> None:
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
-def project_gated(inputs: Any, rows: Any, linear: Any, out: Any) -> None:
-    """`out = silu(gate(inputs)) * up(inputs)`.
+def project_gated(inputs: Any, rows: Any, linear: Any, gelu: Any, out: Any) -> None:
+    """`out = activation(gate(inputs)) * up(inputs)`.
 
     Args:
         inputs: `QuantisedRows`, in one limb.
         rows: Rows to compute.
         linear: `PackedLinear` of `gate` and `up`, with as many blocks each.
+        gelu: Whether the activation is the tanh form of GELU, else it is SiLU.
         out: float32 [>= rows, 16 * blocks of each].
     """
     weight, values = linear.weight, inputs.values
@@ -309,4 +310,4 @@ def project_gated(inputs: Any, rows: Any, linear: Any, out: Any) -> None:
                         _write_one(ups, j * FEATURES, 0, inputs, r, linear, up, both, 1, column)
                 for c in range(wide * FEATURES):
                     gate = both[0, c]
-                    out[r, first * FEATURES + c] = gate / (np.float32(1) + exp(-gate)) * both[1, c]
+                    out[r, first * FEATURES + c] = gate / (np.float32(1) + exp(-steepness(gate, gelu))) * both[1, c]

@@ -10,19 +10,19 @@ from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import overload
 
 from reader_rag.model.cpu import int8_products, products
-from reader_rag.model.cpu.attention import Caches, attend
+from reader_rag.model.cpu.attention import Attention, Caches, attend
 from reader_rag.model.cpu.int8_products import PackedLinear, QuantisedRows
 from reader_rag.model.cpu.int8_tile import FEATURES, INPUTS
-from reader_rag.model.cpu.products import GateLinears, HeadLinears, Linear, Norm
+from reader_rag.model.cpu.products import GateLinears, HeadLinears, Linear, Norm, add_branch
 from reader_rag.util.addresses import pointer
 
-NORMS = ("input", "q", "k", "gated")
+NORMS = ("input", "q", "k", "attended", "gated", "fed")
 """Normalisations of a layer, in the order of `norms`."""
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 """Linear layers of a decoder layer, in the order of `FloatWeights.linears`."""
 FUSED_LINEARS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 """Linear layers that share their inputs and are one product, in the order of `Int8Weights.linears`."""
-_INPUT_NORM, _Q_NORM, _K_NORM, _GATED_NORM = range(4)
+_INPUT_NORM, _Q_NORM, _K_NORM, _ATTENDED_NORM, _GATED_NORM, _FED_NORM = range(6)
 _Q, _K, _V, _O, _GATE, _UP, _DOWN = range(7)
 
 
@@ -30,13 +30,11 @@ class FloatWeights(NamedTuple):
     """The weights of all decoder layers, by their addresses: numba would unpack some hundred arrays in each call.
 
     Attributes:
-        norms: int64 [layers, 4], addresses of the weights of `NORMS`.
-        widths: int64 [4], their sizes, the same in each layer; 0: there is none.
+        norms: int64 [layers, 6], addresses of the weights of `NORMS`.
+        widths: int64 [6], their sizes, the same in each layer; 0: there is none.
         linears: int64 [layers, 7, 2], addresses of weight and bias of `LINEARS`.
         shapes: int64 [7, 2], features and inputs of each, the same in each layer.
         like: An array of their type.
-        epsilon: Of the normalisations, float32.
-        scale: Of the attention's scores, float32.
     """
 
     norms: Any
@@ -44,8 +42,6 @@ class FloatWeights(NamedTuple):
     linears: Any
     shapes: Any
     like: Any
-    epsilon: Any
-    scale: Any
 
 
 class Int8Weights(NamedTuple):
@@ -57,8 +53,6 @@ class Int8Weights(NamedTuple):
         linears: int64 [layers, 4, 3], addresses of the arrays of a `PackedLinear` for each of `FUSED_LINEARS`.
         shapes: int64 [4, 2], blocks and depth of each, the same in each layer.
         like: A float32 array, the type of the norms' weights.
-        epsilon: Of the normalisations, float32.
-        scale: Of the attention's scores, float32.
     """
 
     norms: Any
@@ -66,8 +60,32 @@ class Int8Weights(NamedTuple):
     linears: Any
     shapes: Any
     like: Any
+
+
+class Form(NamedTuple):
+    """What layers compute around their products, as `architecture.Architecture` declares it.
+
+    Attributes:
+        rotations: int64 [layers], kinds of `Rotation`; -1: none.
+        windows: int64 [layers], positions that a row sees, its own included; 0: all.
+        score_scale: Of the attention's scores, float32.
+        score_cap: Soft cap of the scores, float32; 0: none.
+        epsilon: Of the normalisations, float32.
+        norm_offset: Added to the weights of the normalisations, float32.
+        norm_rounds_once: In 16 bits, whether a normalised row is rounded after its product with the weights alone.
+        residual_scale: Of the outputs of attention and of the feed-forward layers, float32.
+        gelu: Whether gates have the tanh form of GELU, else SiLU.
+    """
+
+    rotations: Any
+    windows: Any
+    score_scale: Any
+    score_cap: Any
     epsilon: Any
-    scale: Any
+    norm_offset: Any
+    norm_rounds_once: Any
+    residual_scale: Any
+    gelu: Any
 
 
 class LayerLinears(NamedTuple):
@@ -96,6 +114,8 @@ class Buffers(NamedTuple):
         output: `attended` as the inputs of a product: `FloatRows` of the same array, or `QuantisedRows`.
         gated: float32 [rows up to a multiple of 4, intermediate size].
         down: `gated` as the inputs of a product.
+        branch: float32 [rows up to a multiple of 4, hidden size], outputs that are normalised or scaled before they
+            are added; empty if none are.
     """
 
     normed: Any
@@ -104,6 +124,7 @@ class Buffers(NamedTuple):
     output: Any
     gated: Any
     down: Any
+    branch: Any
 
 
 def _by_type(kind: type, at: int, for_it: Any, otherwise: Any) -> Any:
@@ -129,9 +150,9 @@ def _by_type(kind: type, at: int, for_it: Any, otherwise: Any) -> Any:
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _norm(weights: Any, layer: Any, which: Any) -> Any:
+def _norm(weights: Any, form: Any, layer: Any, which: Any) -> Any:
     array = carray(pointer(weights.norms[layer, which]), weights.widths[which], weights.like.dtype)
-    return Norm(array, weights.epsilon)
+    return Norm(array, form.epsilon, form.norm_offset, form.norm_rounds_once)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -199,7 +220,19 @@ def norm_and_project(x: Any, rows: Any, norm: Any, normed: Any, linear: Any, out
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def compute_layers(x: Any, rows: Any, weights: Any, rotation: Any, paths: Any, caches: Any, buffers: Any) -> None:
+def _add_product(inputs: Any, rows: Any, linear: Any, norm: Any, scale: Any, x: Any, branch: Any, like: Any) -> None:
+    """`x += scale * norm(linear(inputs))`; where `norm` is empty and `scale` 1, `branch` is not needed."""
+    if norm.weight.shape[0] or scale != np.float32(1):
+        _project(inputs, rows, linear, branch)
+        add_branch(branch, rows, norm, scale, x, like)
+    else:
+        _project_and_add(inputs, rows, linear, x)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def compute_layers(
+    x: Any, rows: Any, weights: Any, form: Any, rotation: Any, paths: Any, caches: Any, buffers: Any
+) -> None:
     """All decoder layers, in place.
 
     Args:
@@ -207,16 +240,17 @@ def compute_layers(x: Any, rows: Any, weights: Any, rotation: Any, paths: Any, c
             states.
         rows: Rows to compute.
         weights: `FloatWeights` or `Int8Weights`.
+        form: `Form`.
         rotation: `Rotation`.
         paths: `Paths`.
         caches: `Caches` of the first layer; the arrays of the others follow in memory.
         buffers: `Buffers`.
     """
-    normed, heads = buffers.normed, buffers.heads
+    normed, heads, branch, like = buffers.normed, buffers.heads, buffers.branch, weights.like
     layer_bytes = heads.k.shape[1] * caches.capacities * caches.like.itemsize
     for n in range(weights.norms.shape[0]):
         linears = _linears_of(weights, n)
-        _norm_rows(x, rows, _norm(weights, n, _INPUT_NORM), normed)
+        _norm_rows(x, rows, _norm(weights, form, n, _INPUT_NORM), normed)
         _project_heads(normed, rows, linears.heads, heads)
         here = Caches(
             caches.starts,
@@ -226,11 +260,20 @@ def compute_layers(x: Any, rows: Any, weights: Any, rotation: Any, paths: Any, c
             caches.values + n * layer_bytes,
             caches.like,
         )
-        q_norm, k_norm = _norm(weights, n, _Q_NORM), _norm(weights, n, _K_NORM)
-        attend(heads, q_norm, k_norm, rotation, paths, here, weights.scale, buffers.attended)
+        attention = Attention(
+            _norm(weights, form, n, _Q_NORM),
+            _norm(weights, form, n, _K_NORM),
+            form.rotations[n],
+            form.windows[n],
+            form.score_scale,
+            form.score_cap,
+        )
+        attend(heads, attention, rotation, paths, here, buffers.attended)
         _quantise_rows(buffers.attended, rows, buffers.output)
-        _project_and_add(buffers.output, rows, linears.output, x)
-        _norm_rows(x, rows, _norm(weights, n, _GATED_NORM), normed)
-        _project_gated(normed, rows, linears.gated, buffers.gated)
+        norm = _norm(weights, form, n, _ATTENDED_NORM)
+        _add_product(buffers.output, rows, linears.output, norm, form.residual_scale, x, branch, like)
+        _norm_rows(x, rows, _norm(weights, form, n, _GATED_NORM), normed)
+        _project_gated(normed, rows, linears.gated, form.gelu, buffers.gated)
         _quantise_rows(buffers.gated, rows, buffers.down)
-        _project_and_add(buffers.down, rows, linears.down, x)
+        norm = _norm(weights, form, n, _FED_NORM)
+        _add_product(buffers.down, rows, linears.down, norm, form.residual_scale, x, branch, like)

@@ -72,10 +72,14 @@ class Norm(NamedTuple):
     Attributes:
         weight: [width], or empty for none.
         epsilon: float32, added to the mean square.
+        offset: float32, added to the weights.
+        rounds_once: In 16 bits, whether a row is rounded after its product with the weights, not before it too.
     """
 
     weight: Any
     epsilon: Any
+    offset: Any
+    rounds_once: Any
 
 
 class Heads(NamedTuple):
@@ -121,11 +125,38 @@ def _mean_square(row: Any) -> Any:
 
 
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def normalize(row: Any, weight: Any, epsilon: Any, out: Any) -> None:
-    """Root mean square normalisation of one row (arXiv 1910.07467)."""
-    scale = np.float32(1) / np.sqrt(_mean_square(row) + epsilon)
-    for k in range(row.shape[0]):
-        out[k] = rounded(widen(weight[k]) * rounded(row[k] * scale, weight), weight)
+def normalize(row: Any, norm: Any, out: Any) -> None:
+    """`out = norm(row)` of one row, which may be `out` itself; an empty `Norm` copies it."""
+    weight, offset = norm.weight, norm.offset
+    if not weight.shape[0]:
+        for k in range(row.shape[0]):
+            out[k] = row[k]
+        return
+    scale = np.float32(1) / np.sqrt(_mean_square(row) + norm.epsilon)
+    if norm.rounds_once:
+        for k in range(row.shape[0]):
+            out[k] = rounded((offset + widen(weight[k])) * (row[k] * scale), weight)
+    else:
+        for k in range(row.shape[0]):
+            out[k] = rounded((offset + widen(weight[k])) * rounded(row[k] * scale, weight), weight)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def add_branch(branch: Any, rows: Any, norm: Any, scale: Any, x: Any, like: Any) -> None:
+    """`x += scale * norm(branch)`.
+
+    Args:
+        branch: float32 [>= rows, width], the outputs of attention or of the feed-forward layers; overwritten.
+        rows: Rows to compute.
+        norm: `Norm`.
+        scale: float32.
+        x: float32 [>= rows, width].
+        like: An array of the type to round to.
+    """
+    for r in range(rows):
+        normalize(branch[r], norm, branch[r])
+        for k in range(branch.shape[1]):
+            x[r, k] = rounded(x[r, k] + rounded(scale * branch[r, k], like), like)
 
 
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
@@ -142,6 +173,17 @@ def exp(x: Any) -> Any:
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1)
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
+def steepness(x: Any, gelu: Any) -> Any:
+    """The exponent of a gate's activation, which is `x / (1 + exp(-steepness))`.
+
+    Args:
+        x: float32.
+        gelu: True for the tanh form of GELU (arXiv 1606.08415), False for SiLU.
+    """
+    return x * (np.float32(1.5957691216) + np.float32(0.0713548162726) * x * x) if gelu else x
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -178,7 +220,7 @@ def norm_rows(x: Any, rows: Any, norm: Any, inputs: Any) -> None:
         inputs: `FloatRows`; overwritten.
     """
     for r in range(rows):
-        normalize(x[r], norm.weight, norm.epsilon, inputs.values[r])
+        normalize(x[r], norm, inputs.values[r])
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
@@ -224,22 +266,23 @@ _BLOCK = 32
 
 
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def _gate(gated: Any, out: Any, like: Any) -> None:
-    """`out = silu(gated) * out`."""
+def _gate(gated: Any, gelu: Any, out: Any, like: Any) -> None:
+    """`out = activation(gated) * out`."""
     for k in range(gated.shape[0]):
         value = rounded(gated[k], like)
-        value = rounded(value / (np.float32(1) + exp(-value)), like)
+        value = rounded(value / (np.float32(1) + exp(-steepness(value, gelu))), like)
         out[k] = rounded(value * rounded(out[k], like), like)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
-def project_gated(inputs: Any, rows: Any, linears: Any, out: Any) -> None:
-    """`out = silu(gate(inputs)) * up(inputs)`.
+def project_gated(inputs: Any, rows: Any, linears: Any, gelu: Any, out: Any) -> None:
+    """`out = activation(gate(inputs)) * up(inputs)`.
 
     Args:
         inputs: `FloatRows`.
         rows: Rows to compute.
         linears: `GateLinears`.
+        gelu: Whether the activation is the tanh form of GELU, else it is SiLU.
         out: float32 [rows up to a multiple of 4, features].
     """
     gate, up, values = linears.gate, linears.up, inputs.values
@@ -260,7 +303,7 @@ def project_gated(inputs: Any, rows: Any, linears: Any, out: Any) -> None:
                 gated[r + 2, k], out[r + 2, n] = g2 + bias_gate[n], u2 + bias_up[n]
                 gated[r + 3, k], out[r + 3, n] = g3 + bias_gate[n], u3 + bias_up[n]
         for r in range(rows):
-            _gate(gated[r, :count], out[r, first : first + count], weight_gate)
+            _gate(gated[r, :count], gelu, out[r, first : first + count], weight_gate)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
