@@ -125,7 +125,7 @@ def test_norms_are_quantised_as_rows_are() -> None:
     values, scales = quantise_rows(torch.from_numpy(normed.astype(np.float32)))
     for count in (1, 6):
         room = quantised_rows(count, 10, 1)
-        kernels.norm_rows(x, count, Norm(weight, np.float32(1e-5)), room)
+        kernels.norm_rows(x, count, Norm(weight, np.float32(1e-5), np.float32(0), False), room)
         assert np.abs(room.values.astype(int) - values[:count].numpy()).max() <= 1  # sums in another order
         np.testing.assert_allclose(room.scales, scales[:count], rtol=1e-5)
         np.testing.assert_array_equal(room.sums, 128 * room.values.astype(np.int64).sum(1))
