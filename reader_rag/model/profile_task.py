@@ -35,11 +35,11 @@ _LEAST, _MOST = 3, 127
 """Fewest and most tokens of a pass. With the token before them they are whole blocks of four rows."""
 _AIM = 0.8
 """Share of `ProfileLimits.batch_s` that a pass is made to take."""
-_TOO_SLOW, _SLOW_PASSES = 4.0, 3
+_TOO_SLOW, _SLOW_PASSES = 4.0, 10
 """A model whose shortest pass takes this many times `batch_s` of time and of processor time, so many times in a row, is
-left without a profile."""
+left without more of a profile."""
 _BUSY_S = 10.0
-"""Seconds for which nothing is computed after a pass that was slow because other programs use the processors."""
+"""Seconds for which nothing is computed after such a pass: other programs may be using the processors."""
 _RETRY_S = 60.0
 """Seconds after which a task that found another process at work looks again."""
 
@@ -187,7 +187,7 @@ class ProfileTask:
         self._count = _next_count(count, seconds, self.limits.batch_s)
         slow = _TOO_SLOW * self.limits.batch_s
         self._slow = self._slow + 1 if count == _LEAST and min(seconds, cpu_s) > slow else 0
-        if seconds > slow >= cpu_s:
+        if seconds > slow:
             self._not_before = self._clock() + _BUSY_S
         self._report(self.share)
         if not self._end_if_done() and self._unsaved_s >= self.limits.save_every_s:
