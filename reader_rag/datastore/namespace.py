@@ -17,7 +17,7 @@ from reader_rag.datastore.memtable import Memtable, SegmentState
 from reader_rag.datastore.segment import Document, Segment
 from reader_rag.datastore.segment_file import open_segment
 from reader_rag.datastore.token_codec import Identity
-from reader_rag.datastore.write_ahead_log import Added, Change, LogContent, Removed, read_log
+from reader_rag.datastore.write_ahead_log import FORMAT_VERSION, Added, Change, LogContent, Removed, read_log
 from reader_rag.errors import DatastoreCorruptError, DatastoreError, ReaderWarning
 
 FOLDER_PREFIX = "ns-"
@@ -64,6 +64,7 @@ class Namespace:
         self.damaged: list[str] = []
         self._manifest_stamp: tuple[int, ...] = ()
         self._log_end = 0  # bytes
+        self._log_grows = False  # whether it can be read from `_log_end` on: it is whole, and of this version
         self._logged = 0  # documents in the log, also those that were removed since
         self._searchable: tuple[int, tuple[Searchable, ...]] = (-1, ())
 
@@ -89,10 +90,16 @@ class Namespace:
                 except (FileNotFoundError, DatastoreCorruptError) as error:
                     damaged.append(f"the write-ahead log cannot be read: {error}")
                     log = LogContent([], 0, 0, ())
+                if log.size < manifest.log_bytes:
+                    # What it holds may have been removed by the commits that are missing.
+                    missing = manifest.log_bytes - log.size
+                    damaged.append(f"{self.folder / manifest.log} lacks its last {missing} bytes")
+                    log = replace(log, changes=[], damaged=(*log.damaged, (log.size, manifest.log_bytes)))
                 if not damaged or attempt + 1 == _ATTEMPTS or read_namespace_manifest(self.folder) == manifest:
                     break
             self.manifest, self.segments, self.memtable = manifest, segments, Memtable(self.identity)
             self._log_end, self._logged, self._manifest_stamp = log.end, 0, stamp
+            self._log_grows = log.version == FORMAT_VERSION and not log.damaged
             if log.damaged:
                 damaged.append(f"{self.log_path}: {len(log.damaged)} commits cannot be read")
             for what in damaged:
@@ -115,14 +122,16 @@ class Namespace:
                     self.load()  # a failed commit was rolled back
                 if size <= self._log_end:
                     return
-                log = read_log(self.log_path, self.identity, self._log_end)
+                log = read_log(self.log_path, self.identity, self._log_end) if self._log_grows else None
             except FileNotFoundError:
                 if (self.folder / NAMESPACE_MANIFEST).exists():
                     self.load()
                 else:
                     self.clear()
                 return
-            if log.end > self._log_end:
+            if log is None or log.damaged:
+                self.load()
+            elif log.end > self._log_end:
                 self._log_end = log.end
                 self._apply(log.changes)
                 self.version += 1

@@ -60,7 +60,7 @@ class Snapshot:
             row[layout.VOCABULARY] = len(segment.bucket_starts) - 1
             row[layout.TOMBSTONES] = removed.ctypes.data
             row[layout.TOMBSTONE_COUNT] = len(removed)
-        self.table = (rows, np.zeros(0, identity.codec.dtype), identity.codec.separator)
+        self.table = (rows, np.zeros(0, identity.codec.dtype), identity.codec.separator, identity.vocabulary)
 
     def __len__(self) -> int:
         return len(self.searchable)

@@ -1,17 +1,21 @@
-"""Write-ahead log of a namespace: the changes since its segments were written, one frame for each commit.
+"""Write-ahead log of a namespace: the changes since its segments were written, one commit after the other.
 
-A file is a magic, a version and frames: length and CRC-32 of a payload, then the payload. The first frame identifies
-the datastore; each other one holds the changes of one commit, so that a commit is present as a whole or not at all.
+A file is a magic, a version and frames. A frame is a head (magic, length and CRC-32 of the payload, CRC-32 of the
+head) and a payload. The first frame identifies the datastore; each other one holds the changes of one commit, so that a
+commit is present as a whole or not at all. The names that a commit removes or replaces stand in a frame of their own
+before it: where the commit is damaged they are removed all the same, so that damage brings no removed text back.
+
+Version 1 had no such names and no checksum of the head. It is read, and replaced when the namespace is opened to write.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +24,16 @@ from reader_rag.datastore.token_codec import Identity, check_version, checksum
 from reader_rag.errors import DatastoreCorruptError
 
 MAGIC = b"RRAGLOG\n"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _HEAD = struct.Struct("<8sI")
-_FRAME = struct.Struct("<QI")
+_FRAME_1 = struct.Struct("<QI")
+_FRAME_MAGIC = b"RFRM"
+_FRAME = struct.Struct("<4sQI")
+_HEAD_CRC = struct.Struct("<I")
+_HEAD_BYTES = _FRAME.size + _HEAD_CRC.size
+_NAMES = b"N"
+"""First byte of a frame with the names that the next one removes or replaces."""
 _OPERATION = struct.Struct("<cI")
 _ADDED = struct.Struct("<IQII")
 _USED = struct.Struct("<I")
@@ -86,8 +96,17 @@ def encode_change(change: Change) -> bytes:
 
 
 def frame(payload: bytes) -> bytes:
-    """A payload behind its length and checksum."""
-    return _FRAME.pack(len(payload), checksum(payload)) + payload
+    """A payload behind its length and checksums."""
+    head = _FRAME.pack(_FRAME_MAGIC, len(payload), checksum(payload))
+    return head + _HEAD_CRC.pack(checksum(head)) + payload
+
+
+def commit_frames(changes: Iterable[Change]) -> bytes:
+    """The bytes of a commit in the log: the names that it removes or replaces, and its changes."""
+    changes = list(changes)
+    names = dict.fromkeys(change.name for change in changes if isinstance(change, Added | Removed))
+    head = frame(_NAMES + b"".join(encode_change(Removed(name)) for name in names)) if names else b""
+    return head + frame(b"".join(map(encode_change, changes)))
 
 
 def empty_log(identity: Identity) -> bytes:
@@ -102,27 +121,29 @@ class LogContent:
 
     Attributes:
         changes: The changes, in order.
-        end: Offset behind the last whole frame, in bytes.
-        size: Size of the file in bytes; the bytes from `end` on were never committed.
+        end: Offset behind the last frame, in bytes.
+        size: Size of the file in bytes; the bytes from `end` on are of a commit that was interrupted.
         damaged: Ranges of bytes that were skipped.
+        version: Version of the file's format.
     """
 
     changes: list[Change]
     end: int
     size: int
     damaged: tuple[tuple[int, int], ...]
+    version: int = FORMAT_VERSION
 
 
 def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
     """Read a log from an offset on.
 
-    A frame with a wrong checksum is damage if a whole frame follows: it is skipped and reported. Otherwise it is a
-    commit that a crash interrupted.
+    A frame of full length with a wrong checksum is damage: it is skipped and reported, and the documents that it
+    removes or replaces are removed. A frame that the file ends in is of a commit that a crash interrupted.
 
     Args:
         path: The file.
         identity: Identity of the datastore.
-        start: Offset of a frame in bytes; 0: the beginning of the file.
+        start: Offset of a frame in bytes, in a file of this version; 0: the beginning of the file.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -132,45 +153,131 @@ def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
     with path.open("rb") as file:
         file.seek(start)
         data = file.read()
-    at = 0
-    if start == 0:
-        if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
-            raise DatastoreCorruptError(
-                f"{path} is no write-ahead log of a datastore: restore it, or remove its folder"
-            )
-        check_version(path, _HEAD.unpack(data[: _HEAD.size])[1], FORMAT_VERSION)
-        at = _HEAD.size
-        stop, whole = _frame_at(data, at)
-        if not whole:
-            raise DatastoreCorruptError(f"{path} has a damaged header: restore it, or remove its folder")
-        identity.check(json.loads(data[at + _FRAME.size : stop]), path)
-        at = stop
-    changes: list[Change] = []
+    at, version = 0, FORMAT_VERSION
     damaged: list[tuple[int, int]] = []
-    suspect: list[tuple[int, int]] = []
+    if start == 0:
+        at, version = _first_commit(data, path, identity)
+        if at < 0:
+            at = -at
+            damaged.append((0, at))
+    changes: list[Change] = []
+    removed: list[Change] = []  # by the commit whose frame comes next
     end = at
     while at < len(data):
-        stop, whole = _frame_at(data, at)
-        if stop > len(data):
+        found = _frame_at(data, at, version)
+        if found is not None and found.stop > len(data):
             break
-        if whole:
-            changes.extend(_decode(data[at + _FRAME.size : stop], identity))
-            damaged += suspect
-            suspect = []
-            end = stop
-        else:
-            suspect.append((start + at, start + stop))
+        stop = _next_frame(data, at + 1, version) if found is None else found.stop
+        if found is None and not data[at:stop].strip(b"\0"):
+            break  # bytes that a crash left without content
+        payload = found.payload(data) if found is not None and found.whole else b""
+        decoded = _decoded(payload, identity)
+        if decoded is None:
+            damaged.append((start + at, start + stop))
+            decoded = removed
         at = stop
-    return LogContent(changes, start + end, start + len(data), tuple(damaged))
+        if payload[:1] == _NAMES and decoded is not removed:
+            removed = decoded
+        else:
+            changes += decoded
+            removed, end = [], stop
+    return LogContent(changes, start + end, start + len(data), tuple(damaged), version)
 
 
-def _frame_at(data: bytes, at: int) -> tuple[int, bool]:
-    """Where a frame ends, and whether it is whole."""
-    if at + _FRAME.size > len(data):
-        return len(data) + 1, False
-    length, crc = _FRAME.unpack_from(data, at)
-    stop = at + _FRAME.size + length
-    return stop, stop <= len(data) and length > 0 and checksum(data[at + _FRAME.size : stop]) == crc
+def _first_commit(data: bytes, path: Path, identity: Identity) -> tuple[int, int]:
+    """Read the head of a file.
+
+    Returns:
+        Offset of the first commit, negative if the head is damaged and commits follow; and the version of the format.
+
+    Raises:
+        DatastoreCorruptError: The file is no log, or has a damaged head and no commit.
+        DatastoreMismatchError: The file is of another version, tokenizer or vocabulary.
+    """
+    known = len(data) >= _HEAD.size and data[: len(MAGIC)] == MAGIC
+    version = _HEAD.unpack(data[: _HEAD.size])[1] if known else FORMAT_VERSION
+    if version != 1:
+        check_version(path, version, FORMAT_VERSION)
+    found = _frame_at(data, _HEAD.size, version)
+    if known and found is not None and found.whole:
+        identity.check(_header(found.payload(data), path), path)
+        return found.stop, version
+    first = _next_frame(data, 0, FORMAT_VERSION)
+    if first < len(data):
+        second = _frame_at(data, first, FORMAT_VERSION)
+        has_identity = second is not None and second.payload(data)[:1] == b"{"
+        return -(second.stop if second is not None and has_identity else first), FORMAT_VERSION
+    if not known:
+        raise DatastoreCorruptError(f"{path} is no write-ahead log of a datastore: restore it, or remove its folder")
+    raise DatastoreCorruptError(f"{path} has a damaged header: restore it, or remove its folder")
+
+
+class _Frame(NamedTuple):
+    """A frame whose head is whole.
+
+    Attributes:
+        begin: Offset of its payload.
+        stop: Offset of its end.
+        whole: Whether its payload has the right checksum.
+    """
+
+    begin: int
+    stop: int
+    whole: bool
+
+    def payload(self, data: bytes) -> bytes:
+        """Its payload."""
+        return data[self.begin : self.stop]
+
+
+def _frame_at(data: bytes, at: int, version: int) -> _Frame | None:
+    """The frame at an offset; None: its head is damaged. A head that the data end in is one of a longer frame."""
+    layout = _FRAME_1 if version == 1 else _FRAME
+    begin = at + (_FRAME_1.size if version == 1 else _HEAD_BYTES)
+    if begin > len(data):
+        partial = data[at : at + len(_FRAME_MAGIC)]
+        torn = version == 1 or _FRAME_MAGIC.startswith(partial) or not data[at:].strip(b"\0")
+        return _Frame(begin, begin, False) if torn else None
+    if version != 1 and checksum(data[at : at + layout.size]) != _HEAD_CRC.unpack_from(data, at + layout.size)[0]:
+        return None
+    length, crc = layout.unpack_from(data, at)[-2:]
+    stop = begin + length
+    return _Frame(begin, stop, stop <= len(data) and length > 0 and checksum(data[begin:stop]) == crc)
+
+
+def _next_frame(data: bytes, at: int, version: int) -> int:
+    """Offset of the next frame whose head is whole; the end of the data if there is none."""
+    while (at := data.find(_FRAME_MAGIC, at)) >= 0:
+        if _frame_at(data, at, version) is not None:
+            return at
+        at += 1
+    return len(data)
+
+
+def _header(payload: bytes, path: Path) -> dict[str, Any]:
+    try:
+        header: Any = json.loads(payload)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise DatastoreCorruptError(f"{path} has a damaged header: restore it, or remove its folder")
+    return header
+
+
+def _decoded(payload: bytes, identity: Identity) -> list[Change] | None:
+    """The changes of a payload; None: there are none, of another form, or with tokens outside the vocabulary."""
+    if not payload:
+        return None
+    try:
+        changes = list(_decode(payload.removeprefix(_NAMES), identity))
+    except (struct.error, ValueError):
+        return None
+    for change in changes:
+        if isinstance(change, Added):
+            tokens = identity.codec.decode(change.document.stored)
+            if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < identity.vocabulary:
+                return None
+    return changes
 
 
 def _decode(payload: bytes, identity: Identity) -> Iterator[Change]:
@@ -189,6 +296,8 @@ def _decode(payload: bytes, identity: Identity) -> Iterator[Change]:
             yield Removed(name)
         elif kind == b"U":
             yield Used(name, *take(_USED))
+        elif kind != b"A":
+            raise ValueError(f"a change of the kind {kind!r}")
         else:
             size, digest, added_at, used_at = take(_ADDED)
             dtype = identity.codec.dtype

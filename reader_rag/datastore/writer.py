@@ -67,7 +67,7 @@ class NamespaceWriter(Namespace):
     ) -> None:
         super().__init__(folder, identity)
         self._config, self._files, self._clock = compaction, files, clock
-        self._uncommitted: list[bytes] = []
+        self._uncommitted: list[wal.Change] = []
         self._uncommitted_documents = 0
         self._removed_from_log_since: float | None = None
         self._last_number = 0
@@ -88,7 +88,7 @@ class NamespaceWriter(Namespace):
         with self.lock:
             self._remove(document.name)
             self.memtable.add([document])
-            self._uncommitted.append(wal.encode_change(wal.Added(document)))
+            self._uncommitted.append(wal.Added(document))
             self._uncommitted_documents += 1
             self.version += 1
 
@@ -101,7 +101,7 @@ class NamespaceWriter(Namespace):
         with self.lock:
             if not self._remove(name):
                 return False
-            self._uncommitted.append(wal.encode_change(wal.Removed(name)))
+            self._uncommitted.append(wal.Removed(name))
             self.version += 1
             return True
 
@@ -110,8 +110,7 @@ class NamespaceWriter(Namespace):
         with self.lock:
             now = int(self._clock())
             if self.manifest.evicts:
-                used = [wal.Used(name, now) for name in names if self._mark_used(name, now)]
-                self._uncommitted += map(wal.encode_change, used)
+                self._uncommitted += [wal.Used(name, now) for name in names if self._mark_used(name, now)]
 
     def limit(self, max_tokens: int | None, max_age_s: float | None) -> None:
         """Bound the namespace; committed at once, enforced at each commit.
@@ -135,7 +134,7 @@ class NamespaceWriter(Namespace):
             for name in self.excess():
                 self.remove(name)
             if self._uncommitted:
-                data = wal.frame(b"".join(self._uncommitted))
+                data = wal.commit_frames(self._uncommitted)
                 with datastore_errors(self.folder):
                     try:
                         self._files.append(self.log_path, self._log_end, data)
@@ -145,8 +144,12 @@ class NamespaceWriter(Namespace):
                         raise
                 self._log_end += len(data)
                 self._logged += self._uncommitted_documents
+                removes = any(isinstance(change, wal.Removed) for change in self._uncommitted)
                 self._uncommitted, self._uncommitted_documents = [], 0
-                self._commit_tombstones()
+                if self._commit_tombstones() or removes:
+                    # Removed text stays removed where the log is damaged or lost; the commit itself is in the log.
+                    with contextlib.suppress(OSError):
+                        self._replace_manifest(log_bytes=self._log_end)
             max_log_bytes = _LOG_BYTES * self._config.memtable_tokens
             full = self.memtable.tokens >= self._config.memtable_tokens
             if full or self._log_end - self._log_start > max_log_bytes:
@@ -167,7 +170,7 @@ class NamespaceWriter(Namespace):
             uses = b"".join(self._uses())
             self._files.create(self.folder / name, [wal.empty_log(self.identity), wal.frame(uses) if uses else b""])
             old = self.log_path
-            self._replace_manifest(segments, log=name)
+            self._replace_manifest(segments, log=name, log_bytes=0)
             self.segments, self.memtable = segments, Memtable(self.identity)
             self._log_start = self._log_end = self.log_path.stat().st_size
             self._logged, self._removed_from_log_since = 0, None
@@ -307,14 +310,17 @@ class NamespaceWriter(Namespace):
         message = f"datastore: {why}; it is set aside in {_DAMAGED}, the rest is served"
         warnings.warn(message, ReaderWarning, stacklevel=2)
 
-    def _commit_tombstones(self) -> None:
-        now = self._clock()
+    def _commit_tombstones(self) -> bool:
+        """Note that all changes are committed; returns whether they removed documents of segments."""
+        now, removed = self._clock(), False
         for state in self.segments:
             if len(state.tombstones) != len(state.committed_tombstones):
+                removed = True
                 state.committed_tombstones = set(state.tombstones)
                 state.tombstones_since = now if state.tombstones_since is None else state.tombstones_since
         if self._logged > len(self.memtable.documents) and self._removed_from_log_since is None:
             self._removed_from_log_since = now
+        return removed
 
     # Files
 
@@ -330,8 +336,8 @@ class NamespaceWriter(Namespace):
                 self._move_aside(file)
         if lost:
             self._replace_manifest(damaged=(*self.manifest.damaged, *lost))
-        if self._log_end == 0 or log.damaged:
-            if self.log_path.exists():
+        if self._log_end == 0 or log.damaged or log.version != wal.FORMAT_VERSION:
+            if self.log_path.exists() and log.version == wal.FORMAT_VERSION:
                 self._move_aside(self.manifest.log, copy=True)
             self.flush()
         elif log.size > log.end:

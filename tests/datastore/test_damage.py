@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import struct
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +13,11 @@ import pytest
 from datastore_tools import bytes_on_disk, contents, open_store
 
 from reader_rag.datastore import segment_file
+from reader_rag.datastore import write_ahead_log as wal
 from reader_rag.datastore.manifest import NAMESPACE_MANIFEST
 from reader_rag.datastore.namespace import folder_name
+from reader_rag.datastore.segment import Document
+from reader_rag.datastore.token_codec import checksum
 from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError, ReaderWarning
 
 
@@ -190,10 +196,10 @@ def test_a_file_of_another_version_is_refused_and_not_changed(folder: Path, file
     else:
         path = segments(folder)[0] if file == "segment" else next((folder / folder_name("")).glob("*.log"))
     data = path.read_bytes()
-    path.write_bytes(data.replace(b" 1 ", b" 2 ", 1) if path.suffix == ".json" else data[:8] + b"\x02" + data[9:])
+    path.write_bytes(data.replace(b" 1 ", b" 9 ", 1) if path.suffix == ".json" else data[:8] + b"\x09" + data[9:])
     before = bytes_on_disk(folder)
     for read_only in (False, True):
-        with pytest.raises(DatastoreMismatchError, match="has format 2 and this version reads 1: use the version"):
+        with pytest.raises(DatastoreMismatchError, match="has format 9 and this version reads [12]: use the version"):
             contents(open_store(folder, read_only=read_only))
     assert bytes_on_disk(folder) == before
 
@@ -215,3 +221,102 @@ def test_a_segment_file_names_its_tokenizer_and_vocabulary(folder: Path) -> None
     header = json.loads(data[start : start + int.from_bytes(data[12:16], "little")])
     assert (header["tokenizer"], header["vocabulary"], header["token_bytes"]) == ("t", 60, 2)
     assert (header["documents"], header["tokens"]) == (2, 63)
+
+
+def removed_and_replaced(folder: Path) -> dict[str, list[int]]:
+    """A closed store in whose log documents were removed and replaced; returns what it holds."""
+    with open_store(folder) as store:
+        store.add_many([("a", [1, 2, 3] * 10), ("b", [4, 5, 6] * 10)])
+        store.add("c", [7, 8, 9])
+        store.commit()
+        for name in ("a", "c"):
+            store.remove(name)
+            store.commit()
+        store.add("b", [6, 6, 6])
+        store.commit()
+    return {"b": [6, 6, 6]}
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_no_flipped_byte_of_the_log_brings_removed_text_back(tmp_path: Path, read_only: bool) -> None:
+    expected = removed_and_replaced(tmp_path / "s")
+    [log] = (tmp_path / "s" / folder_name("")).glob("*.log")
+    tried = silent = refused = 0
+    for at in range(log.stat().st_size):
+        folder = tmp_path / f"s{at}"
+        shutil.copytree(tmp_path / "s", folder)
+        flip(folder / folder_name("") / log.name, at)
+        tried += 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with open_store(folder, read_only=read_only) as store:
+                    found = contents(store)
+            except DatastoreMismatchError:  # a byte of the version
+                refused += 1
+                continue
+        assert found in (expected, {}), at
+        silent += not caught
+        shutil.rmtree(folder)
+    assert tried > 300
+    assert (silent, refused) == (0, 4)
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_no_cut_of_the_log_brings_removed_text_back(tmp_path: Path, read_only: bool) -> None:
+    removed_and_replaced(tmp_path / "s")
+    [log] = (tmp_path / "s" / folder_name("")).glob("*.log")
+    for size in range(0, log.stat().st_size, 3):
+        folder = tmp_path / f"s{size}"
+        shutil.copytree(tmp_path / "s", folder)
+        path = folder / folder_name("") / log.name
+        path.write_bytes(path.read_bytes()[:size])
+        with pytest.warns(ReaderWarning), open_store(folder, read_only=read_only) as store:
+            assert contents(store) == {}, size
+        shutil.rmtree(folder)
+
+
+def test_a_log_of_version_1_is_read_and_replaced(folder: Path) -> None:
+    [log] = (folder / folder_name("")).glob("*.log")
+    with open_store(folder, read_only=True) as reader:
+        identity = reader._catalog._identity
+    change = wal.Added(Document("d", identity.codec.encode(np.array([1, 2, 9])), 5, 1, 1))
+    payloads = [
+        json.dumps({"tokenizer": identity.tokenizer, "vocabulary": identity.vocabulary}).encode(),
+        wal.encode_change(change),
+        wal.encode_change(wal.Removed("c")),
+    ]
+    frames = b"".join(struct.pack("<QI", len(payload), checksum(payload)) + payload for payload in payloads)
+    log.write_bytes(b"RRAGLOG\n" + struct.pack("<I", 1) + frames)
+    expected = {"a": [1, 2, 3] * 10, "b": [4, 5, 6] * 10, "d": [1, 2, 9]}
+    with open_store(folder, read_only=True) as reader:
+        assert contents(reader) == expected
+    with open_store(folder) as store:
+        assert contents(store) == expected
+        store.remove("d")
+    [log] = (folder / folder_name("")).glob("*.log")
+    assert log.read_bytes()[8:12] == struct.pack("<I", wal.FORMAT_VERSION)
+    with open_store(folder) as store:
+        assert sorted(contents(store)) == ["a", "b"]
+
+
+def test_damaged_segments_yield_no_token_outside_the_vocabulary(folder: Path) -> None:
+    path = segments(folder)[0]
+    begin = body_start(path)
+    whole = path.read_bytes()
+    tried = 0
+    for offset in range(2, 120, 2):
+        damaged = bytearray(whole)
+        damaged[begin + offset : begin + offset + 2] = b"\xfe\xff"  # above every token, below the separator
+        path.write_bytes(damaged)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with open_store(folder, read_only=True) as store:
+                cursor = store.searcher([""]).cursor(max_matches=8, max_tokens=16)
+                for context in ([1, 2], [2, 3], [3, 1], [4, 5], [5, 6]):
+                    cursor.extend(context)
+                    cursor.search()
+                    assert cursor.continuations.max() < store._identity.vocabulary
+                    tried += 1
+    path.write_bytes(whole)
+    assert tried == 295

@@ -138,7 +138,7 @@ def test_matches_are_those_of_brute_force(
             *(len(segment.bucket_starts) - 1, 0, 0),
         ]
         buffers = MatchBuffers(np.zeros(256 * 6, np.int32), np.zeros((2, 256), np.int32), np.zeros((2, 256), np.int64))
-        table = SegmentTable(rows, segment.tokens[:0], codec.separator)
+        table = SegmentTable(rows, segment.tokens[:0], codec.separator, vocabulary)
         state = np.zeros((STATE_ROWS, 1), np.int64)
         number, longest, matches = find_matches(table, np.array([-1, *context], np.int32), 1, 5, state, buffers)
         lengths = [length for _, _, length in expected]

@@ -34,11 +34,13 @@ class SegmentTable(NamedTuple):
             behind its last, ascending.
         token_type: An empty array of the stored type, from which the kernels take it.
         separator: The stored separator.
+        vocabulary: Number of token ids; what is stored between them and the separator is damage.
     """
 
     rows: Any
     token_type: Any
     separator: int
+    vocabulary: int
 
 
 class MatchBuffers(NamedTuple):

@@ -316,7 +316,7 @@ def find_matches(segments: Any, context: Any, min_match: int, max_tokens: int, s
         tokens, position, at = _tokens_of(segment, token_type), found.origins[1, n], n * (max_tokens + 1)
         for i in range(min(max_tokens, segment[SIZE] - position)):
             token = token_at(tokens, position + i)
-            if token == separator:
+            if token >= table.vocabulary:  # a separator, or damage
                 break
             found.continuations[at] = token
             at += 1
