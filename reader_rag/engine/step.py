@@ -15,6 +15,7 @@ from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.observer import StepReport
 from reader_rag.engine.sequence import DecodeSequence
+from reader_rag.model.compiled.weights import padded
 from reader_rag.model.interface import Step
 from reader_rag.sampling.topk import TopK, fetch_top_k
 from reader_rag.util.out_of_memory import is_out_of_memory
@@ -121,10 +122,15 @@ def _asked(
     count, seconds = sum(map(len, wanted.values())), 0.0
     target, costs = context.target, context.costs.current
     if count and costs is not None:
-        beside = sum(len(tree) + 1 for tree in trees.values()) if target.cpu is not None else 0
+        beside = free = 0
+        if target.cpu is not None:  # rows that fill up the last block of the step's own product take no time
+            rows = sum(len(tree) + 1 for tree in trees.values())
+            beside = padded(rows)
+            free = min(count, beside - rows)
         length = sum(sequence.cache.length for sequence in trees) // len(trees)
-        count = costs.best_asked(count, beside, length, target.head_share, len(trees))
-        seconds = float(costs.head_seconds(count, beside, length, target.head_share)[count])
+        paid = costs.best_asked(count - free, beside, length, target.head_share, len(trees))
+        seconds = float(costs.head_seconds(paid, beside, length, target.head_share)[paid])
+        count = free + paid
     # The most useful position of each sequence first, then the second of each, and so on.
     ranked = sorted((rank, n) for n, positions in enumerate(wanted.values()) for rank in range(len(positions)))
     taken = Counter(n for _, n in ranked[:count])
