@@ -87,3 +87,16 @@ def ratio_line(name: str, ratio: Mapping[str, float | None]) -> str | None:
         f"{name}: {ratio['total']:.2f} times over all tokens (median {ratio['median']:.2f}, from {ratio['min']:.2f} to "
         f"{ratio['max']:.2f})"
     )
+
+
+def weights_type(machine: Mapping[str, Any]) -> str:
+    """The type of the weights, in words.
+
+    Args:
+        machine: "machine" of a report.
+
+    Returns:
+        E.g. "bfloat16"; "int8 (bfloat16)" for quantised weights, with the type of the others.
+    """
+    dtype, quantization = str(machine["dtype"]), machine["quantization"]
+    return dtype if quantization == "none" else f"{quantization} ({dtype})"

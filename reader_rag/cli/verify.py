@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from reader_rag.bench import options
-from reader_rag.bench.output import print_report, progress
+from reader_rag.bench.output import print_report, progress, weights_type
 from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError, ReaderWarning
 from reader_rag.model.registry import DEFAULT_MODEL
@@ -168,11 +168,12 @@ def _encoded(engine: Engine, prompts: list[BenchPrompt]) -> list[tuple[BenchProm
 def lines(outcome: Verification) -> list[str]:
     """The report for people: what was compared, what differed, and whether that is a failure."""
     machine = outcome.machine
+    held = weights_type(machine)
     at_once = f", {outcome.batch} at once" if outcome.batch > 1 else ""
     if at_once and outcome.rows_per_step is not None:
         at_once += f" ({outcome.rows_per_step:.1f} sequences a step)"
     found = [
-        f"{machine['model']}, {machine['dtype']}, {machine['exactness']}, {machine['device']}{at_once}",
+        f"{machine['model']}, {held}, {machine['exactness']}, {machine['device']}{at_once}",
         f"{outcome.tokens} tokens of {outcome.answers} answers compared: {outcome.differing_tokens} differ; "
         f"{outcome.differing_bits} have logits of other bits",
         f"{outcome.accepted} of {outcome.drafted} drafted tokens were accepted"
@@ -192,7 +193,7 @@ def lines(outcome: Verification) -> list[str]:
     if outcome.passed and outcome.must_agree:
         found.append("passed: the same " + ("tokens and the same bits" if outcome.bits_must_agree else "tokens"))
     elif outcome.passed:
-        found.append(f"--exactness fast allows that rounding in {machine['dtype']} changes tokens; strict does not")
+        found.append(f"--exactness fast allows that rounding in {held} changes tokens; strict does not")
     else:
         found.append("FAILED: this must not happen; please report it with the command and this output")
     return found

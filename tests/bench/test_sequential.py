@@ -78,7 +78,7 @@ def test_the_tables_fit_sixty_columns(
     report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    show_report(report | {"machine": {"model": "m", "dtype": "float32", "device": "CPU"}})
+    show_report(report | {"machine": {"model": "m", "dtype": "float32", "quantization": "none", "device": "CPU"}})
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 60
     assert "\u2026" not in shown  # nothing is cut
@@ -126,7 +126,8 @@ def test_an_unknown_method_is_named(tiny_engine: Any) -> None:
         compare(tiny_engine, [], ["fast"])
 
 
-def test_a_configuration_alone_serves_to_replay_traces(tmp_path: Path, tiny_model: Any) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_configuration_alone_serves_to_replay_traces(tmp_path: Path, tiny_model: Any, quantization: str) -> None:
     tiny_model.config.save_pretrained(tmp_path)
     traces = tmp_path / "traces.jsonl"
     traces.write_text(
@@ -134,12 +135,14 @@ def test_a_configuration_alone_serves_to_replay_traces(tmp_path: Path, tiny_mode
     )
     result = CliRunner().invoke(
         app,
-        f"generate --replay {traces} --model {tmp_path / 'config.json'} --dtype float32 --methods plain,reader --json",
+        f"generate --replay {traces} --model {tmp_path / 'config.json'} --dtype bfloat16 --quantization {quantization} "
+        "--methods plain,reader --json",
     )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["identical"] == {"compared": 1, "different": []}
     assert report["methods"]["reader"]["mat"] >= 1.0
+    assert (report["machine"]["quantization"], report["machine"]["dtype"]) == (quantization, "bfloat16")
 
 
 @pytest.mark.parametrize(

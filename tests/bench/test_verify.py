@@ -151,7 +151,7 @@ def result(
     dtype: str = "float32", exactness: str = "fast", forward: str = "torch", quantized: bool = False, **fields: Any
 ) -> Verification:
     about = {"model": "m", "dtype": dtype, "exactness": exactness, "device": "d"}
-    about |= {"quantized": quantized, "forward": forward}
+    about |= {"quantized": quantized, "quantization": "int8" if quantized else "none", "forward": forward}
     return Verification(about, **{"answers": 2, "tokens": 100, "drafted": 60, "accepted": 40} | fields)
 
 
@@ -200,6 +200,13 @@ def test_a_report_names_each_difference() -> None:
     assert text[25] == "--exactness fast allows that rounding in bfloat16 changes tokens; strict does not"
 
 
+def test_int8_in_the_own_forward_is_told_with_its_margin() -> None:
+    text = lines(result("bfloat16", quantized=True, differences=[DIFFERENCE], differing_tokens=1, differing_bits=3))
+    assert text[0] == "m, int8 (bfloat16), fast, d"
+    assert text[3].endswith("margin 0.0123")
+    assert text[-1] == "--exactness fast allows that rounding in int8 (bfloat16) changes tokens; strict does not"
+
+
 @pytest.fixture(scope="module")
 def folder(
     tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
@@ -235,6 +242,26 @@ def test_without_a_file_there_are_prompts_of_its_own(folder: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "8 tokens of 2 answers compared: 0 differ; 0 have logits of other bits" in done.stdout
     assert "passed: the same tokens and the same bits" in done.stdout
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_int8_in_compiled_loops_has_the_bits_of_plain_decoding(
+    folder: Path, tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("READER_RAG_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"q{number}", "category": "a", "turns": [text]} for number, text in enumerate(TEXTS * 2)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    done = run(
+        "--model", folder, "--prompts", file, "--max-tokens", 12, "--device", "cpu", "--quantization", "int8",
+        "--batch", batch, "--json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["machine"]["quantization"], report["machine"]["forward"]) == ("int8", "compiled")
+    assert (report["bits_must_agree"], report["differing_tokens"], report["differing_bits"]) == (True, 0, 0)
+    assert report["tokens"] > 0
+    assert report["drafted"] > 0
 
 
 def test_a_difference_is_exit_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from reader_rag.bench import options
 from reader_rag.bench.output import print_report, print_table, progress
-from reader_rag.config import DraftConfig, SamplingParams
+from reader_rag.config import DraftConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -34,8 +34,9 @@ def generate(
     ] = DEFAULT_MODEL,
     categories: options.Categories = "",
     limit: options.Limit = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    dtype: options.Dtype = LoadConfig.dtype,
+    quantization: options.Quantization = LoadConfig.quantization,
+    device: options.Device = LoadConfig.device,
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 256,
     max_nodes: Annotated[int | None, typer.Option(min=0, help="Most nodes of a draft tree.")] = None,
     successors: Annotated[bool, typer.Option(help="Draft from the model's own next tokens too.")] = True,
@@ -90,7 +91,8 @@ def generate(
         max_successors=draft.max_successors if successors else 0,
     )
     settings = {"draft": draft, "exactness": exactness, "forward": forward, "strict_width": strict_width}
-    engine = _engine(model, dtype, device, settings, random_weights=traces is not None)
+    load = LoadConfig(dtype=dtype, quantization=quantization, device=device)
+    engine = _engine(model, load, settings, random_weights=traces is not None)
     tasks = _tasks(engine, prompts, traces, options.names(categories), limit, params)
     several = len(batches) > 1
     for number, size in enumerate(batches):
@@ -130,7 +132,7 @@ def cache(
     print_report({"shape": asdict(shape), "runs": measure_caching(sizes, shape, progress())}, as_json, _show_caching)
 
 
-def _engine(model: str, dtype: str, device: str, settings: dict[str, Any], *, random_weights: bool) -> Engine:
+def _engine(model: str, load: LoadConfig, settings: dict[str, Any], *, random_weights: bool) -> Engine:
     from reader_rag.engine.engine import Engine
 
     if model.endswith(".json"):
@@ -138,8 +140,8 @@ def _engine(model: str, dtype: str, device: str, settings: dict[str, Any], *, ra
             raise ConfigError(f"--model {model} is a configuration without weights: use it with --replay only")
         from reader_rag.bench.generate.random_weights import engine_from_config
 
-        return engine_from_config(Path(model), dtype, device, settings)
-    return Engine.load(model, dtype=dtype, device=device, prefix_bytes=0, profile="off", **settings)
+        return engine_from_config(Path(model), load, settings)
+    return Engine.load(model, **asdict(load), prefix_bytes=0, profile="off", **settings)
 
 
 def _tasks(

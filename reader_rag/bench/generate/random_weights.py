@@ -9,9 +9,11 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from reader_rag.config import LoadConfig
 from reader_rag.engine.engine import Engine
 from reader_rag.errors import ModelError
 from reader_rag.model.loading import resolve_device, resolve_dtype
+from reader_rag.model.quantization.loader import quantise_in_memory
 
 
 class NoText:
@@ -25,24 +27,26 @@ class NoText:
         return ""
 
 
-def engine_from_config(path: Path, dtype: str, device: str, settings: Mapping[str, Any]) -> Engine:
+def engine_from_config(path: Path, load: LoadConfig, settings: Mapping[str, Any]) -> Engine:
     """An engine over a model made from a configuration file alone.
 
     Args:
         path: A `config.json` of `transformers`.
-        dtype: Type of the weights: "auto", "float32", "bfloat16" or "float16".
-        device: "auto" or a PyTorch device.
+        load: Type, quantization and device of the model.
         settings: Further arguments of `Engine`.
 
     Raises:
         ModelError: The file is not a configuration of a causal language model.
     """
-    where = resolve_device(device)
+    where = resolve_device(load.device)
+    dtype = resolve_dtype(load.dtype, where, load.quantization)
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device(where):
-            model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype, where)).eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     except (OSError, ValueError, KeyError) as cause:
         raise ModelError(f"{path} is not the configuration of a causal language model: {cause}") from cause
+    if load.quantization == "int8":
+        model = quantise_in_memory(model, dtype)
     tokenizer = cast(PreTrainedTokenizerBase, NoText())
-    return Engine(model, tokenizer, prefix_bytes=0, **settings, name=path.parent.name or str(path))
+    return Engine(model, tokenizer, prefix_bytes=0, profile="off", **settings, name=path.parent.name or str(path))

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from reader_rag.bench.output import print_table
+from reader_rag.bench.output import print_table, weights_type
 
 _TABLES = {
     "speed": {
@@ -35,7 +35,8 @@ def show_report(report: dict[str, Any]) -> None:
     """
     machine = report["machine"]
     at_once = f", {report['batch']} at once" if report["batch"] > 1 else ""
-    typer.echo(f"{machine['model']}, {machine['dtype']}, {machine['device']}, {report['prompts']} prompts{at_once}")
+    held = weights_type(machine)
+    typer.echo(f"{machine['model']}, {held}, {machine['device']}, {report['prompts']} prompts{at_once}")
     if about := report.get("llama_cpp"):
         typer.echo(f"llama.cpp: {about['file']} ({about['type']}), xllamacpp {about['version']} ({about['system']})")
     for title, columns in _TABLES.items():

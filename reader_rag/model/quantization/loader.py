@@ -20,7 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from reader_rag.errors import ConfigError, ReaderWarning
 from reader_rag.model.fingerprint import (
     QuantizationScheme,
+    WeightsRecord,
     folder_content,
+    model_fingerprint,
     record_weights,
     revision_of,
     weights_fingerprint,
@@ -97,6 +99,33 @@ def load_int8(
     skeleton.cache_dtype = dtype  # type: ignore[assignment]  # of keys and values in the compiled loops
     _add_generation_config(skeleton, folder)
     record_weights(skeleton, folder, scheme, dtype)
+    return skeleton
+
+
+def quantise_in_memory(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Quantise a model that has no folder, e.g. one with random weights; nothing is folded and nothing is cached.
+
+    Args:
+        model: The model, in a floating-point type.
+        dtype: Type of all that stays in 16 bits.
+
+    Returns:
+        Another model, in eval mode, on the same device; its activations are float32.
+
+    Raises:
+        ConfigError: No linear layer of the model can be quantised.
+    """
+    scheme = replace(SCHEME, folding="")
+    skeleton = _skeleton(model.config, trust_remote_code=False)
+    layout = layout_of(skeleton, scheme, dtype, is_tied=is_tied(model))
+    _require_int8(type(model).__name__, skeleton, layout)
+    tensors = dict(tensors_of_parts(model, layout))
+    assemble(skeleton, layout, tensors.pop)
+    _move_buffers(skeleton, model.device)
+    skeleton.eval()
+    skeleton.cache_dtype = dtype  # type: ignore[assignment]  # of keys and values in the compiled loops
+    record = WeightsRecord(model_fingerprint(model), "", _name(dtype), scheme)
+    skeleton.weights_record = record  # type: ignore[assignment]  # a module takes any attribute
     return skeleton
 
 
