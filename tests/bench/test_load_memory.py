@@ -18,15 +18,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linu
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama",
-    "vocab_size": 16_000,
+    "vocab_size": 32_000,
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 12,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-MATRIX = 16_000 * 512 * 4 / 1e6
-"""Megabytes of the embedding in float32; all of the model has 190 and more."""
+MATRIX = 32_000 * 512 * 4 / 1e6
+"""Megabytes of the embedding in float32; all of the model has 200 and more."""
 INTERPRETER = 16.0
 """Megabytes that Python and the allocator may take besides."""
 
@@ -51,7 +51,7 @@ def test_loading_takes_the_final_size_and_at_most_two_matrices(
         report = measure_loading(folder, tmp_path / "cache", quantization="int8")
         assert report["largest_mb"] == pytest.approx(MATRIX, abs=0.1), start
         assert report["peak_mb"] <= report["before_mb"] + report["tensors_mb"] + 2 * MATRIX + INTERPRETER, start
-        assert report["tensors_mb"] < 60, start
+        assert report["tensors_mb"] < 75, start
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
