@@ -18,6 +18,7 @@ from waiting import wait_until
 
 from reader_rag.bench.generate.random_weights import NoText
 from reader_rag.config import BatchConfig, DraftConfig, SamplingParams
+from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.engine.proposer import Proposer
@@ -254,3 +255,26 @@ def test_sequences_of_a_batch_ask_in_one_pass(make_engine: Callable[..., Engine]
     for prompt, tokens in zip(prompts, answers, strict=True):
         plain = SamplingParams(max_tokens=40, ignore_eos=True, speculate=False)
         assert engine.generate(prompt, plain).token_ids == tokens
+
+
+@pytest.mark.parametrize("paid", [0, 3, 100])
+def test_positions_that_do_not_pay_are_not_computed_and_sequences_take_turns(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, paid: int
+) -> None:
+    engine = make_engine(prefix_bytes=0)
+    monkeypatch.setattr(EverythingPays, "best_asked", lambda _self, most, *_args: min(most, paid))
+    counts: list[tuple[int, list[int]]] = []
+    verify = engine.target.verify_batch
+
+    def noted(steps: Sequence[Any], states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        counts.append((sum(len(step.tree) + 1 for step in steps), [len(rows) for rows in states]))
+        return verify(steps, states)
+
+    engine.target.verify_batch = noted  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    for stream in [engine.submit(Prompt(text_of(60, seed)), params) for seed in range(3)]:
+        stream.finish()
+    assert any(states for _, states in counts)
+    for rows, states in counts:
+        assert sum(states) <= paid + -rows % 4  # what fills up a block of four rows takes no time
+        assert all(1 <= count <= ASKED for count in states)

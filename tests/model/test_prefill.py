@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from random_trees import random_tokens, random_tree
-from tiny_models import TREES, VOCABULARY, make_model
+from tiny_models import COMMON, TREES, VOCABULARY, make_model
 from torch import nn
 
 from reader_rag.draft.prompt_successors import ASKED
@@ -17,6 +18,7 @@ from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.model import target as step
 from reader_rag.model.fixed_shape import FixedShape, chunk_size
 from reader_rag.model.interface import Step, prefill
+from reader_rag.model.quantization.loader import load_int8
 from reader_rag.model.target import Target
 
 LENGTH = 40
@@ -79,6 +81,27 @@ def test_in_the_compiled_loops_they_are_rows_of_the_steps_own_product(
     with torch.inference_mode():
         whole = model(torch.tensor([TEXT]), use_cache=False).logits[0].float()
     assert_ranks(rows, whole[positions])
+
+
+@pytest.mark.parametrize("settings", [COMMON, COMMON | {"tie_word_embeddings": True}])
+def test_rows_of_int8_models_change_no_bit_either(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("READER_RAG_CACHE", str(tmp_path / "cache"))
+    make_model("Llama", settings).save_pretrained(tmp_path / "model")
+    model: Any = load_int8(tmp_path / "model", torch.bfloat16, torch.device("cpu"))
+    for forward in ("auto", "torch"):
+        target = Target(model, forward=forward)
+        assert (target.cpu is not None) == (forward == "auto")
+        assert 0.0 < target.head_share < 0.5
+        states, cache, logits = kept(target, 8)
+        assert torch.equal(logits, prefill(target, TEXT, target.new_cache(LENGTH + 8, 8)))
+        tree = random_tree(0, 6, VOCABULARY)
+        (alone,) = target.verify_batch([Step(7, tree, cache)])
+        beside, rows = target.verify_batch([Step(7, tree, cache)], [states.take(list(range(LENGTH)))])
+        assert torch.equal(beside, alone)
+        with torch.inference_mode():
+            assert_ranks(rows, model(torch.tensor([TEXT]), use_cache=False).logits[0].float())
 
 
 def test_products_of_their_own_have_few_shapes() -> None:
