@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from costs_stub import EverythingPays
+from numba import config as numba_config
 from products import place_changes_bits
 from tiny_models import (
     CHAINS,
@@ -49,6 +50,9 @@ from reader_rag.model.target import Target
 
 MODE = dict.fromkeys(TREES, "tree") | dict.fromkeys(CHAINS, "chain") | dict.fromkeys(PLAIN, "none")
 EAGER_TOO = ("Llama", "Mistral", "Gemma3Text", "Mixtral", "Llama4Text", "GPT2", "DeepseekV3", "Falcon-alibi")
+COMPILED = ("Llama", "Qwen2", "Qwen3", "Mistral", "Ministral", "Gemma", "Gemma2", "Gemma3Text", "Phi3", "Olmo2")
+COMPILED += ("Olmo3", "Granite", "SmolLM3")
+"""Models that run in compiled loops."""
 CASES = [pytest.param(name, None, id=name) for name in MODELS]
 CASES += [pytest.param(name, "eager", id=f"{name}-eager", marks=pytest.mark.slow) for name in EAGER_TOO]
 TOKENS = 48
@@ -94,6 +98,25 @@ def test_drafted_answers_are_those_of_generate(name: str, attention: str | None)
         assert drafted == 0
     else:
         assert 10 < accepted < drafted
+
+
+@pytest.mark.skipif(bool(numba_config.DISABLE_JIT), reason="compiled loops need the compiler")
+@pytest.mark.parametrize("name", COMPILED)
+def test_answers_of_compiled_loops_are_those_of_generate(name: str) -> None:
+    model = make_model(name)
+    engine, notes = made(model)
+    assert engine.drafting == "tree"
+    assert engine.target.cpu is not None
+    assert notes == []
+    accepted = 0
+    for length in (WINDOW - 6, 3 * WINDOW + 12):
+        prompt = prompt_of(length)
+        expected = generated(model, prompt, TOKENS)
+        assert answer(engine, prompt, speculate=False).token_ids == expected
+        result = answer(engine, prompt)
+        assert result.token_ids == expected
+        accepted += result.stats.accepted
+    assert accepted > 10
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(8, 30), (50, 40), (90, 40)])
