@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from llama_index.core.base.llms.types import (
@@ -23,7 +24,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.schema import BaseNode, NodeWithScore
 
 from reader_rag.config import DraftConfig, EngineConfig, checked_tenant
-from reader_rag.config.setting import unknown_argument
+from reader_rag.config.setting import settings_of, unknown_argument
 from reader_rag.config.threads import threads_configured
 from reader_rag.engine.outputs import Passage
 from reader_rag.errors import ConfigError, ReaderWarning
@@ -38,6 +39,8 @@ from reader_rag.llm.synthesis_citations import register
 from reader_rag.sampling.constrained import grammars_available
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from reader_rag.engine.engine import Engine
 
 
@@ -72,6 +75,10 @@ class ReaderLLM(LLMCalls):
     def __init__(self, model: str | None = None, *, engine: Engine | None = None, **settings: Any) -> None:
         if model is not None:
             settings["model"] = model
+        if not isinstance(settings.get("model", ""), (str, Path)):
+            raise ConfigError(
+                "model is an alias, a hub id or a folder; pass a loaded model to ReaderLLM.from_model(model, tokenizer)"
+            )
         if engine is not None:
             settings = settings_of_engine(engine, settings)
         if isinstance(settings.get("stop"), str):
@@ -110,6 +117,32 @@ class ReaderLLM(LLMCalls):
             ConfigError: A setting belongs to the engine, is unknown or out of its range.
         """
         return cls(engine=engine, **settings)
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Self:
+        """Wrap a model that `transformers` has loaded, with a quantisation or adapters of its own too.
+
+        Args:
+            model: The model; it stays where it is, in its type.
+            tokenizer: Its tokenizer.
+            settings: Fields of this class except those of `LoadConfig`.
+
+        Raises:
+            ConfigError: A setting is of loading, unknown or out of its range.
+            UnsupportedModelError: The model cannot be decoded rightly.
+
+        Example:
+            >>> model = AutoModelForCausalLM.from_pretrained(name, quantization_config=config, device_map="cuda")
+            >>> llm = ReaderLLM.from_model(model, AutoTokenizer.from_pretrained(name), max_tokens=128)
+        """
+        from reader_rag.engine.engine import Engine
+
+        names = settings_of(EngineConfig).keys() & settings.keys()
+        decoding = {name: settings.pop(name) for name in sorted(names)}
+        draft = DraftConfig()
+        if settings.get("max_nodes") is not None:
+            draft = replace(draft, max_nodes=settings["max_nodes"])
+        return cls(engine=Engine(model, tokenizer, EngineConfig(draft=draft), **decoding), **settings)
 
     @classmethod
     def class_name(cls) -> str:
@@ -283,10 +316,29 @@ class ReaderLLM(LLMCalls):
             )
 
 
+_FROM_MODEL = "load the model with transformers and pass it to ReaderLLM.from_model(model, tokenizer)"
+_OTHER_NAMES = {
+    "num_output": "the length of answers is max_tokens",
+    "max_new_tokens": "the length of answers is max_tokens",
+    "generate_kwargs": "pass its entries one by one, such as temperature=0.7, top_p=0.9",
+    "model_name": "the model is named by model",
+    "model_kwargs": _FROM_MODEL,
+    "quantization_config": f'quantization="int8" is built in; for others {_FROM_MODEL}',
+    "tokenizer": _FROM_MODEL,
+    "tokenizer_name": f"the tokenizer comes with the model; for another one {_FROM_MODEL}",
+    "tokenizer_kwargs": f"the tokenizer comes with the model; for another one {_FROM_MODEL}",
+    "device_map": 'the device is named by device: "auto", "cpu", "cuda" or "cuda:N"',
+    "stopping_ids": "pass stop strings (stop=...), or a stopping_criteria with a call",
+    "is_chat_model": "it is a chat model if its tokenizer has a chat template",
+}
+"""Names of arguments in LlamaIndex's other local LLMs, and what to do here."""
+
+
 def _explain(error: ValidationError, known: Iterable[str]) -> str:
     """One line for the first thing that pydantic found wrong."""
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else "settings"
     if first["type"] == "extra_forbidden":
-        return unknown_argument(name, known)
+        hint = _OTHER_NAMES.get(name)
+        return unknown_argument(name, known) if hint is None else f"unknown argument {name!r}; {hint}"
     return f"{name}: {first['msg']}, not {first['input']!r}"

