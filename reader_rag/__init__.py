@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from reader_rag.config import ReadLimits as ReadLimits
     from reader_rag.config import SamplingParams as SamplingParams
     from reader_rag.config.threads import configure_threads as configure_threads
+    from reader_rag.datastore import Datastore as Datastore
+    from reader_rag.draft.source import Proposal as Proposal
     from reader_rag.engine.engine import Engine as Engine
+    from reader_rag.engine.metrics import PrometheusMetrics as PrometheusMetrics
     from reader_rag.errors import ReaderError as ReaderError
     from reader_rag.llm import ReaderLLM as ReaderLLM
     from reader_rag.llm.citations import Citation as Citation
@@ -31,15 +34,20 @@ if TYPE_CHECKING:
     from reader_rag.rag.embedding import LocalEmbedding as LocalEmbedding
     from reader_rag.rag.engines import make_chat_engine as make_chat_engine
     from reader_rag.rag.engines import make_query_engine as make_query_engine
+    from reader_rag.rag.engines import make_retriever as make_retriever
     from reader_rag.rag.ingest import ingest as ingest
+    from reader_rag.rag.stores.contract import DocumentStore as DocumentStore
     from reader_rag.rag.stores.faiss_store import FaissStore as FaissStore
+    from reader_rag.rag.stores.location import open_store as open_store
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "BatchConfig": "reader_rag.config",
     "Citation": "reader_rag.llm.citations",
+    "Datastore": "reader_rag.datastore",
     "DatastoreConfig": "reader_rag.config",
+    "DocumentStore": "reader_rag.rag.stores.contract",
     "DraftConfig": "reader_rag.config",
     "Engine": "reader_rag.engine.engine",
     "EngineConfig": "reader_rag.config",
@@ -49,6 +57,8 @@ _MODULES = {
     "GrammarProgram": "reader_rag.llm.programs.program",
     "GrammarSelector": "reader_rag.llm.programs.selector",
     "LocalEmbedding": "reader_rag.rag.embedding",
+    "PrometheusMetrics": "reader_rag.engine.metrics",
+    "Proposal": "reader_rag.draft.source",
     "ReadLimits": "reader_rag.config",
     "ReaderError": "reader_rag.errors",
     "ReaderLLM": "reader_rag.llm",
@@ -58,6 +68,8 @@ _MODULES = {
     "ingest": "reader_rag.rag.ingest",
     "make_chat_engine": "reader_rag.rag.engines",
     "make_query_engine": "reader_rag.rag.engines",
+    "make_retriever": "reader_rag.rag.engines",
+    "open_store": "reader_rag.rag.stores.location",
 }
 
 __all__ = sorted([*_MODULES, "__version__"])

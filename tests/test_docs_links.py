@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+
+import reader_rag
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -49,3 +52,27 @@ def test_every_page_is_linked_from_the_readme() -> None:
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in _LINK.findall(text_of(ROOT / "README.md"))}
     pages = set((ROOT / "docs").glob("*.md"))
     assert {page.name for page in pages - linked} == set()
+
+
+_PYTHON = re.compile(r"^```py(?:thon)?\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+_OWN_MODULES = ("reader_rag.connectors.", "reader_rag.testing.")
+"""What is imported from its own module, because it needs an extra."""
+
+
+def imports_of(page: Path) -> set[tuple[str, str]]:
+    """(module, name) of every import from this package in the code of a page."""
+    found = set()
+    for block in _PYTHON.findall(page.read_text(encoding="utf-8")):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "reader_rag":
+                found |= {(str(node.module), alias.name) for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if imports_of(page)], ids=lambda page: page.stem)
+def test_names_in_code_are_public(page: Path) -> None:
+    for module, name in sorted(imports_of(page)):
+        if not module.startswith(_OWN_MODULES):
+            assert module == "reader_rag", f"{page.name}: from {module} import {name}"
+            assert name in reader_rag.__all__
+            assert getattr(reader_rag, name) is not None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from reader_rag.engine.engine import Engine
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = "The heron is a wading bird. It stands still in shallow water and waits for fish to come near.\n"
@@ -74,3 +79,37 @@ def test_the_chat_program_reports_errors_in_one_line(folder: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "nowhere" in done.stderr
+
+
+class TestExamplesOnATinyModel:
+    """The programs unchanged, with a model of random weights in place of the default one."""
+
+    @pytest.fixture(autouse=True)
+    def _tiny(self, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        from reader_rag import ReaderLLM
+
+        monkeypatch.setattr("reader_rag.configure_threads", lambda: None)  # torch is imported
+        monkeypatch.setattr(ReaderLLM, "_load", lambda self: tiny_engine)
+
+    def test_citations(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        _example("cited_answers").main(folder / "docs", "Where does the heron stand?")
+        assert capsys.readouterr().out.strip()
+
+    def test_an_agent(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        _example("agent").main(folder / "docs", "Where does the heron stand?")
+        assert capsys.readouterr().out.startswith("searching: ")
+
+    def test_extraction(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        example = _example("extraction")
+        example.main([folder / "docs" / "heron.txt"] * 2)
+        for line in capsys.readouterr().out.splitlines():
+            example.Animal.model_validate_json(line)
+
+
+def _example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
