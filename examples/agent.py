@@ -30,7 +30,7 @@ async def answer(store: FaissStore, embed_model: LocalEmbedding, question: str) 
     """
     retriever = make_retriever(store, embed_model, top_k=2)
 
-    def search(words: Annotated[str, Field(max_length=40)]) -> str:
+    def search(words: Annotated[str, Field(json_schema_extra={"maxLength": 40})]) -> str:
         """Search the documents for passages about these words."""
         print(f"searching: {words}")
         return "\n".join(found.node.get_content() for found in retriever.retrieve(words or question))

@@ -239,7 +239,8 @@ class ReaderLLM(LLMCalls):
             PromptError: Nothing was asked, or more than the context window holds.
         """
         call = self._chat_call(messages, kwargs)
-        return finish(self._open_chat(messages, call), call.respond)
+        answer: ChatResponse = finish(self._open_chat(messages, call), call.respond)
+        return answer
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -251,7 +252,8 @@ class ReaderLLM(LLMCalls):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat without blocking the event loop, arguments and errors as in `chat`."""
         call = self._chat_call(messages, kwargs)
-        return await afinish(await self._on_thread(self._open_chat, messages, call), call.respond)
+        answer: ChatResponse = await afinish(await self._on_thread(self._open_chat, messages, call), call.respond)
+        return answer
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
@@ -276,7 +278,8 @@ class ReaderLLM(LLMCalls):
             PromptError: The prompt is empty or longer than the context window.
         """
         call = self._completion_call(prompt, kwargs)
-        return finish(self._open_completion(prompt, call, formatted), call.respond)
+        answer: CompletionResponse = finish(self._open_completion(prompt, call, formatted), call.respond)
+        return answer
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -289,7 +292,8 @@ class ReaderLLM(LLMCalls):
         """Answer a prompt without blocking the event loop, arguments and errors as in `complete`."""
         call = self._completion_call(prompt, kwargs)
         stream = await self._on_thread(self._open_completion, prompt, call, formatted)
-        return await afinish(stream, call.respond)
+        answer: CompletionResponse = await afinish(stream, call.respond)
+        return answer
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:

@@ -98,7 +98,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _special_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
     """The id of a token that is left out of decoded text; None if this text is not one."""
-    return tokenizer.convert_tokens_to_ids(text) if text in tokenizer.all_special_tokens else None
+    return tokenizer.get_vocab()[text] if text in tokenizer.all_special_tokens else None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -665,3 +666,22 @@ def test_speculate_must_be_true_or_false(tiny_engine: Engine, value: Any, max_no
         ReaderLLM(engine=tiny_engine, speculate=value, max_nodes=max_nodes)
     with pytest.raises(ConfigError, match=says):
         ReaderLLM(engine=tiny_engine).complete("a", formatted=True, speculate=value)
+
+
+def test_the_program_of_the_docs_differs_from_that_of_another_llm_in_five_lines(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "llamaindex.md").read_text(encoding="utf-8")
+    section = page[page.index("## From HuggingFaceLLM") : page.index("## Persistence")]
+    theirs, ours = re.findall(r"```py\n(.*?)```", section, flags=re.DOTALL)
+    difference = set(filter(None, theirs.splitlines())) ^ set(filter(None, ours.splitlines()))
+    assert len(difference) <= 5
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda name: tiny_engine.model)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: tiny_engine.tokenizer)
+    programs = [ours]
+    if find_spec("llama_index.llms.huggingface") is not None:
+        programs.append(theirs)
+    for program in programs:
+        namespace: dict[str, Any] = {"name": "tiny"}
+        exec(compile(program, "docs/llamaindex.md", "exec"), namespace)
+        assert namespace["llm"].metadata.context_window == 2048

@@ -58,11 +58,13 @@ class GrammarProgram(BasePydanticProgram[OutputT], Generic[OutputT]):
 
     def __call__(self, *args: Any, llm_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> OutputT:
         """The object for the arguments of the template; `llm_kwargs` are arguments of the LLM's call."""
-        return self._llm.structured_predict(self._output_cls, self._prompt, llm_kwargs, **kwargs)
+        output: OutputT = self._llm.structured_predict(self._output_cls, self._prompt, llm_kwargs, **kwargs)
+        return output
 
     async def acall(self, *args: Any, llm_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> OutputT:
         """The call without blocking the event loop."""
-        return await self._llm.astructured_predict(self._output_cls, self._prompt, llm_kwargs, **kwargs)
+        output: OutputT = await self._llm.astructured_predict(self._output_cls, self._prompt, llm_kwargs, **kwargs)
+        return output
 
     def stream_call(
         self, *args: Any, llm_kwargs: dict[str, Any] | None = None, **kwargs: Any

@@ -36,7 +36,8 @@ class GrammarSelector(BaseSelector):
     """
 
     def __init__(self, llm: LLM, *, multiple: bool = False, prompt: PromptTemplate | None = None) -> None:
-        self._llm, self._multiple, self._prompt = llm, multiple, prompt or _PROMPT
+        self._llm, self._multiple = llm, multiple
+        self._prompt: Any = prompt or _PROMPT
 
     def _get_prompts(self) -> dict[str, Any]:
         return {"prompt": self._prompt}

@@ -291,6 +291,7 @@ class FaissStore(DocumentStore):
         doc_ids: list[str] | None,
         options: Mapping[str, Any],
     ) -> list[tuple[BaseNode, float]]:
+        assert query.query_embedding is not None  # `query` checks it
         threshold = options.get("mmr_threshold", query.mmr_threshold)
         weight = 0.5 if threshold is None else float(threshold)
         factor = options.get("mmr_prefetch_factor", 4)
