@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack, overload
 
 from rich.console import Console
@@ -105,13 +106,9 @@ class Engine:
         self.prefix_bytes = self._prefix_bytes()
         reuse = on_own_thread(lambda: select_reuse(self.target, self.config.exactness)) if self.prefix_bytes else None
         observers = Observers()
+        report, computes = partial(observers.tell, "profiled"), self.config.profile == "auto"
         profile, profile_task = load_profile(
-            self.target,
-            tokenizer,
-            name=self.name,
-            drafting=drafting,
-            computes=self.config.profile == "auto",
-            report=lambda share: observers.tell("profiled", share),
+            self.target, tokenizer, name=self.name, drafting=drafting, computes=computes, report=report
         )
         self.context = DecodeContext(
             target=self.target,

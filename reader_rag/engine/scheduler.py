@@ -28,6 +28,7 @@ from reader_rag.errors import BusyError, ConfigError, EngineClosedError, NestedC
 from reader_rag.kv_cache.batch_cache import ROOM
 from reader_rag.model.profile_task import ProfileTask
 from reader_rag.util.out_of_memory import free_bytes
+from reader_rag.util.own_thread import call_for
 
 _ROWS_ON_CPU, _ROWS_ELSEWHERE = 8, 32
 _SHARE_OF_FREE_MEMORY = 0.5
@@ -338,7 +339,7 @@ class Scheduler:
         for row in [row for row in self._rows if row.delivery.cancelled]:
             self._end(row, "cancelled")
         for call, future in calls:
-            _call(call, future)
+            call_for(future, call)
         self._step()
 
     def _take_out(self, which: Callable[[_Row], bool]) -> list[_Row]:
@@ -419,15 +420,6 @@ class Scheduler:
         if moved > moved_before:
             self._reported_moves = times, moved
             self._context.observers.tell("moved", times - before, moved - moved_before)
-
-
-def _call(call: Callable[[], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _work(scheduler: weakref.ref[Scheduler], changed: threading.Condition) -> None:

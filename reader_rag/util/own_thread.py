@@ -1,9 +1,9 @@
-"""Runs a call on a thread of its own."""
+"""Calls whose results go to another thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -26,3 +26,18 @@ def on_own_thread(call: Callable[[], ResultT]) -> ResultT:
     """
     with ThreadPoolExecutor(1, thread_name_prefix="reader-rag-once") as pool:
         return pool.submit(call).result()
+
+
+def call_for(future: Future[ResultT], call: Callable[[], ResultT]) -> None:
+    """Run a call on this thread and put its result, or its exception, into a future, unless that was cancelled.
+
+    Args:
+        future: What another thread waits for.
+        call: The call.
+    """
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
