@@ -162,7 +162,7 @@ def test_a_replayed_answer_is_told_from_prompt_answer_passage_and_successor() ->
     best = np.full((18, 8), -1, np.int32)
     best[0, 0] = LETTERS.index("w")
     tally = Tally()
-    steps = Replayer(ReplayConfig(nodes=2, calibrates=False), {"t": best}).run(trace, tally)
+    steps = Replayer(ReplayConfig(nodes=2, calibrates=False, eager=True), {"t": best}).run(trace, tally)
     lines = explained_text(trace, *steps)
     assert [line.rpartition(": ")[2] for line in lines if line.startswith("step")] == [
         "'bcz'",
