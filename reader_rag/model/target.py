@@ -139,7 +139,7 @@ class Target:
         if any(hasattr(module, "merged_adapters") for module in self.model.modules()):
             return None  # an adapter may be exchanged at any time, which invalidates keys and values
         if self.cpu is not None and self.cpu.prefills_faster:
-            return Reuse(self.cpu.chunk, before=self._switch)
+            return Reuse(_REUSED, before=self._switch)
         if strict or (self.cpu is not None and self.cpu.dtype != torch.float32):
             return Reuse(self.chunk, answers=False, before=self._switch)
         return Reuse(_REUSED, before=self._switch)

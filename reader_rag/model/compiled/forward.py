@@ -24,8 +24,8 @@ from reader_rag.model.compiled.angles import Angles
 from reader_rag.model.compiled.architecture import Architecture, architecture_of
 from reader_rag.model.compiled.weights import UnknownPartError, Weights, padded
 from reader_rag.model.cpu.attention import Caches, Paths
+from reader_rag.model.cpu.attention_tile import PITCH
 from reader_rag.model.cpu.layers import compute_layers, norm_and_project
-from reader_rag.model.cpu.simd import LANES
 from reader_rag.model.cpu.threads import numba_threads
 
 Array = NDArray[Any]
@@ -33,6 +33,8 @@ Array = NDArray[Any]
 _HOMES = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "reader_rag.model.quantization.")
 """Where the classes of a model's parts come from. Another library's part may show the weights that it changes."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDTH_MULTIPLE = 8
+"""The width of a head is a multiple of it."""
 _SLOW_PRODUCTS = ("DEFAULT", "AVX2")
 """What PyTorch calls CPUs on which its 16-bit products are slower than ours for many rows too."""
 
@@ -90,7 +92,7 @@ class CpuForward:
         last_norm: The module whose inputs are hidden states as `__call__` takes and gives them.
     """
 
-    chunk = 64
+    chunk = 256
 
     def __init__(self, model: PreTrainedModel, architecture: Architecture) -> None:
         self._dtype = getattr(model, "cache_dtype", model.dtype)
@@ -147,6 +149,8 @@ class CpuForward:
         paths = np.zeros((len(tokens), max(text.paths.shape[1] for text in texts)), np.int32)
         for text, start in zip(texts, starts, strict=False):
             paths[start : start + len(text.tokens), : text.paths.shape[1]] = text.paths
+        same = paths == np.arange(paths.shape[1])
+        chain = np.minimum(np.where(same.all(1), paths.shape[1], same.argmin(1)), depths + 1)
         caches = self._caches(texts, starts)
         rotation = self._angles.at(depths + np.repeat(caches.committed, np.diff(starts)), starts)
         rows, weights = len(tokens), self._weights
@@ -158,7 +162,9 @@ class CpuForward:
         logits = weights.logits(count)
         buffers, head_inputs = weights.buffers(rows), weights.head_inputs(count)
         with numba_threads():
-            compute_layers(x, rows, weights.layers, weights.form, rotation, Paths(depths, paths), caches, buffers)
+            compute_layers(
+                x, rows, weights.layers, weights.form, rotation, Paths(depths, paths, chain), caches, buffers
+            )
             np.concatenate(wanted, out=last[:count])
             norm_and_project(last, count, weights.norm, head_inputs, weights.head, logits)
             weights.scale_logits(logits, count)
@@ -185,7 +191,8 @@ def _is_known(model: PreTrainedModel) -> bool:
         not _numba.DISABLE_JIT
         and model.device.type == "cpu"
         and model.dtype in _DTYPES
-        and not head_width(model.config) % LANES
+        and not head_width(model.config) % _WIDTH_MULTIPLE
+        and head_width(model.config) <= PITCH
         and all(type(module).__module__.startswith(_HOMES) for module in model.modules())
         and not any(
             module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)

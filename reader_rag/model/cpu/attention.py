@@ -13,12 +13,18 @@ import numpy as np
 from numba import carray, njit, prange  # type: ignore[attr-defined]
 
 from reader_rag.model.cpu import simd
-from reader_rag.model.cpu.products import FUSED, normalize
-from reader_rag.model.cpu.rounding import narrowed, rounded
+from reader_rag.model.cpu.attention_tile import KEYS, MIXED, PITCH, mix_eight, mix_some, score
+from reader_rag.model.cpu.products import FUSED, Heads, Norm, normalize
+from reader_rag.model.cpu.rounding import narrowed, rounded, widen
+from reader_rag.model.cpu.simd import LANES
 from reader_rag.model.cpu.softcap import cap_scores
 from reader_rag.util.addresses import pointer
 
 lanes: Any = simd  # in kernels its operations take no compiler's context
+_SPREAD_FROM = 8
+"""Rows from which on threads share the work of rotating them."""
+_AT_ONCE = 64
+"""Positions whose keys, then values, are widened at once: they stay in the CPU's first cache."""
 
 
 class Rotation(NamedTuple):
@@ -62,10 +68,12 @@ class Paths(NamedTuple):
         depths: int64 [rows], positions relative to the sequence's committed ones; those of a path are 0, 1, 2, ...
         rows: int32 [rows, longest], the rows from the first of its path to each row, itself included, counted from
             the sequence's first row.
+        chain: int64 [rows], how many rows from the first of its path to each row are rows 0, 1, 2, ... of the sequence.
     """
 
     depths: Any
     rows: Any
+    chain: Any
 
 
 class Caches(NamedTuple):
@@ -150,26 +158,10 @@ def _norm_and_rotate(heads: Any, norm: Any, layer: Any, rotation: Any, row: Any,
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _two_scores(keys: Any, n: Any, m: Any, queries: Any, scale: Any) -> Any:
-    """Lanes: the scores of four queries for key `n`, then for key `m`."""
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = lanes.spread(np.float32(0))
-    for d in range(0, queries.shape[1], 8):
-        a, b = lanes.load(keys, n, d), lanes.load(keys, m, d)
-        q0, q1 = lanes.load(queries, 0, d), lanes.load(queries, 1, d)
-        a0, a1 = lanes.multiply_add(a, q0, a0), lanes.multiply_add(a, q1, a1)
-        b0, b1 = lanes.multiply_add(b, q0, b0), lanes.multiply_add(b, q1, b1)
-        q2, q3 = lanes.load(queries, 2, d), lanes.load(queries, 3, d)
-        a2, a3 = lanes.multiply_add(a, q2, a2), lanes.multiply_add(a, q3, a3)
-        b2, b3 = lanes.multiply_add(b, q2, b2), lanes.multiply_add(b, q3, b3)
-    return lanes.multiply(lanes.sums(a0, a1, a2, a3, b0, b1, b2, b3), lanes.spread(scale))
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
 def _exponential(x: Any) -> Any:
-    """`exp` of Lanes."""
-    x = lanes.clamp(x, lanes.spread(np.float32(-87.0)), lanes.spread(np.float32(88.0)))
+    """`exp` of Lanes that are not above 0; 0 below -87."""
     scaled = lanes.multiply_add(x, lanes.spread(np.float32(1.44269504)), lanes.spread(np.float32(0.5)))
-    n = lanes.floor(scaled)
+    n = lanes.floor(lanes.clamp(scaled, lanes.spread(np.float32(-126)), lanes.spread(np.float32(126))))
     r = lanes.multiply_add(n, lanes.spread(np.float32(-0.693359375)), x)
     r = lanes.multiply_add(n, lanes.spread(np.float32(2.12194440e-4)), r)
     p = lanes.spread(np.float32(1.9875691500e-4))
@@ -179,42 +171,155 @@ def _exponential(x: Any) -> Any:
     p = lanes.multiply_add(p, r, lanes.spread(np.float32(1.6666665459e-1)))
     p = lanes.multiply_add(p, r, lanes.spread(np.float32(5.0000001201e-1)))
     p = lanes.add(lanes.multiply_add(lanes.multiply(p, r), r, r), lanes.spread(np.float32(1)))
-    return lanes.multiply(p, lanes.power_of_two(n))
+    return lanes.zero_below(x, lanes.spread(np.float32(-87)), lanes.multiply(p, lanes.power_of_two(n)))
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _mix(weights: Any, values: Any, out: Any) -> None:
-    """`out = weights @ values` of four queries, over the positions in their order.
+def _widen_rows(rows: Any, first: Any, count: Any, out: Any) -> None:
+    """float32 rows `first`, `first + 1`, ... of keys or values."""
+    for n in range(count):
+        for d in range(rows.shape[1]):
+            out[n, d] = widen(rows[first + n, d])
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _mix(weights: Any, first: Any, count: Any, values: Any, mixed: Any) -> None:
+    """Add `count` positions to the sums of all queries, in their order.
 
     Args:
-        weights: float32 [pairs, 8], of two positions for each of the queries.
-        values: [>= 2 * pairs, width], width a multiple of 8.
-        out: float32 [4, width].
+        weights: float32 [positions, LANES].
+        first: The first position.
+        count: Positions.
+        values: float32 [>= count, PITCH].
+        mixed: float32 [width, LANES], width a multiple of 8.
     """
-    zero = lanes.spread(np.float32(0))
-    width = values.shape[1]
-    for d in range(0, width, 16):
-        e = min(d + 8, width - 8)  # the last eight may be computed twice
-        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zero
-        for p in range(weights.shape[0]):
-            for side in range(2):
-                v, u = lanes.load(values, 2 * p + side, d), lanes.load(values, 2 * p + side, e)
-                w = lanes.spread(weights[p, 4 * side])
-                a0, b0 = lanes.multiply_add(w, v, a0), lanes.multiply_add(w, u, b0)
-                w = lanes.spread(weights[p, 4 * side + 1])
-                a1, b1 = lanes.multiply_add(w, v, a1), lanes.multiply_add(w, u, b1)
-                w = lanes.spread(weights[p, 4 * side + 2])
-                a2, b2 = lanes.multiply_add(w, v, a2), lanes.multiply_add(w, u, b2)
-                w = lanes.spread(weights[p, 4 * side + 3])
-                a3, b3 = lanes.multiply_add(w, v, a3), lanes.multiply_add(w, u, b3)
-        lanes.store(out, 0, d, a0)
-        lanes.store(out, 1, d, a1)
-        lanes.store(out, 2, d, a2)
-        lanes.store(out, 3, d, a3)
-        lanes.store(out, 0, e, b0)
-        lanes.store(out, 1, e, b1)
-        lanes.store(out, 2, e, b2)
-        lanes.store(out, 3, e, b3)
+    width = mixed.shape[0]
+    tiled = width - width % MIXED
+    for d in range(0, tiled, MIXED):
+        mix_some(weights, first, count, values, d, mixed)
+    for d in range(tiled, width, 8):
+        mix_eight(weights, first, count, values, d, mixed)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _mix_seen(weights: Any, first: Any, count: Any, values: Any, mixed: Any) -> None:
+    """As `_mix`, for positions that some queries do not see: whatever they hold, these queries' sums stay."""
+    for n in range(count):
+        w = lanes.load(weights, first + n, 0)
+        for d in range(mixed.shape[0]):
+            total = lanes.load(mixed, d, 0)
+            more = lanes.multiply_add(w, lanes.spread_at(values, n, d), total)
+            lanes.store(mixed, d, 0, lanes.where_zero(w, total, more))
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _weigh(scores: Any, positions: Any) -> Any:
+    """Turn the scores of all queries into weights: e ** (score - the greatest).
+
+    Args:
+        scores: float32 [>= positions, LANES], overwritten.
+        positions: Positions.
+
+    Returns:
+        Lanes, the sums of the weights.
+    """
+    greatest, total = _greatest(scores, positions), lanes.spread(np.float32(0))
+    for n in range(positions):
+        weight = _exponential(lanes.subtract(lanes.load(scores, n, 0), greatest))
+        lanes.store(scores, n, 0, weight)
+        total = lanes.add(total, weight)
+    return total
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _greatest(scores: Any, positions: Any) -> Any:
+    """Lanes, the greatest score of each query."""
+    greatest = lanes.spread(np.float32(-np.inf))
+    for n in range(positions):
+        greatest = lanes.maximum(greatest, lanes.load(scores, n, 0))
+    return greatest
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _weigh_few(scores: Any, positions: Any, weights: Any, totals: Any) -> None:
+    """As `_weigh` for up to four queries, with positions in the lanes: the same numbers, added in the same order.
+
+    Args:
+        scores: float32 [>= positions, LANES].
+        positions: Positions.
+        weights: float32 [4, >= positions up to a multiple of LANES], a row for each query; overwritten.
+        totals: float32 [1, LANES]; overwritten with the sums of the weights.
+    """
+    lanes.store(totals, 0, 0, _greatest(scores, positions))
+    for n in range(positions):
+        for j in range(4):
+            weights[j, n] = scores[n, j] - totals[0, j]
+    for j in range(4):
+        for n in range(0, positions, LANES):
+            lanes.store(weights, j, n, _exponential(lanes.load(weights, j, n)))
+    a = b = c = d = np.float32(0)
+    for n in range(positions):
+        a += weights[0, n]
+        b += weights[1, n]
+        c += weights[2, n]
+        d += weights[3, n]
+    totals[0, 0], totals[0, 1], totals[0, 2], totals[0, 3] = a, b, c, d
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _mix_few(weights: Any, first: Any, count: Any, values: Any, width: Any, mixed: Any) -> None:
+    """As `_mix` for up to four queries, with the numbers of a head in the lanes.
+
+    Args:
+        weights: float32 [4, >= first + count].
+        first: The first position.
+        count: Positions.
+        values: float32 [>= count, PITCH].
+        width: Numbers of a head; the sums of others are overwritten, too.
+        mixed: float32 [4, PITCH].
+    """
+    for d in range(0, width, 2 * LANES):
+        e = d + LANES
+        a0, a1, a2, a3 = (
+            lanes.load(mixed, 0, d),
+            lanes.load(mixed, 1, d),
+            lanes.load(mixed, 2, d),
+            lanes.load(mixed, 3, d),
+        )
+        b0, b1, b2, b3 = (
+            lanes.load(mixed, 0, e),
+            lanes.load(mixed, 1, e),
+            lanes.load(mixed, 2, e),
+            lanes.load(mixed, 3, e),
+        )
+        for n in range(count):
+            v, u, at = lanes.load(values, n, d), lanes.load(values, n, e), first + n
+            w0, w1 = lanes.spread_at(weights, 0, at), lanes.spread_at(weights, 1, at)
+            w2, w3 = lanes.spread_at(weights, 2, at), lanes.spread_at(weights, 3, at)
+            a0, b0 = lanes.multiply_add(w0, v, a0), lanes.multiply_add(w0, u, b0)
+            a1, b1 = lanes.multiply_add(w1, v, a1), lanes.multiply_add(w1, u, b1)
+            a2, b2 = lanes.multiply_add(w2, v, a2), lanes.multiply_add(w2, u, b2)
+            a3, b3 = lanes.multiply_add(w3, v, a3), lanes.multiply_add(w3, u, b3)
+        lanes.store(mixed, 0, d, a0)
+        lanes.store(mixed, 1, d, a1)
+        lanes.store(mixed, 2, d, a2)
+        lanes.store(mixed, 3, d, a3)
+        lanes.store(mixed, 0, e, b0)
+        lanes.store(mixed, 1, e, b1)
+        lanes.store(mixed, 2, e, b2)
+        lanes.store(mixed, 3, e, b3)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _mix_few_seen(weights: Any, first: Any, count: Any, values: Any, width: Any, mixed: Any) -> None:
+    """As `_mix_few`, for positions that some queries do not see."""
+    for j in range(4):
+        for n in range(count):
+            w = lanes.spread_at(weights, j, first + n)
+            for d in range(0, width, LANES):
+                total = lanes.load(mixed, j, d)
+                more = lanes.multiply_add(w, lanes.load(values, n, d), total)
+                lanes.store(mixed, j, d, lanes.where_zero(w, total, more))
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -224,125 +329,102 @@ def _first_seen(position: Any, window: Any) -> Any:
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _hide(eight: Any, position: Any, since: Any, value: Any) -> None:
-    """Overwrite what four queries have of positions `position` and `position + 1` before the first that each sees.
+def _hide(scores: Any, start: Any, since: Any, partly: Any, seen: Any, shared: Any) -> None:
+    """Make the scores of positions that a query does not see minus infinity.
 
     Args:
-        eight: float32 [8], of the two positions for each of the queries.
-        position: The first of the two.
-        since: int64 [4], the first position that each query sees.
-        value: float32.
+        scores: float32 [positions from `start` on, LANES].
+        start: The first position.
+        since: int64 [LANES], the first position that each query sees.
+        partly: The first position that is in the windows of all queries, at most `shared`.
+        seen: bool [rows of the pass from the first that is not on the paths of all queries, LANES].
+        shared: Where the first of them lies.
     """
-    for lane in range(8):
-        if position + lane // 4 < since[lane % 4]:
-            eight[lane] = value
+    for position in range(start, partly):
+        for j in range(LANES):
+            if position < since[j]:
+                scores[position - start, j] = -np.inf
+    for t in range(seen.shape[0]):
+        for j in range(LANES):
+            if not seen[t, j] and shared + t >= start:
+                scores[shared + t - start, j] = -np.inf
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _attend_four(q: Any, first: Any, queries: Any, head: Any, paths: Any, out: Any) -> None:
-    """Attention of four queries of a key head; query n is head `n % group` of the group in row `n // group`.
+def _attend_some(q: Any, first: Any, queries: Any, head: Any, paths: Any, out: Any) -> None:
+    """Attention of up to `LANES` queries of a key head; query n is head `n % group` of the group in row `n // group`.
 
-    The committed positions are taken two at a time, lane `4 * (position % 2) + query`; what is left, the end of each
-    query's own path, follows query by query. Each position adds the same numbers to the same lane either way. Of the
-    positions before the windows of all four none is read; those before the windows of some add zeros to these.
+    Each query has a lane, in which everything is computed in the order of the positions. The committed positions and
+    the rows of the pass lie in a row; a row that is not on a query's path is left out of its lane.
 
     Args:
         q: float32 [rows of the sequence, heads * width].
-        first: The first of the four queries.
+        first: The first of the queries.
         queries: Number of queries in all.
         head: `KeyHead`.
         paths: `Paths` of the rows.
         out: Like `q`.
     """
-    h, group, committed, scale, cap = head.index, head.group, head.committed, head.scale, head.cap
-    depths, rows = paths.depths, paths.rows
-    width, even = head.keys.shape[1], committed - committed % 2
-    count = min(4, queries - first)
-    four, mixed = np.zeros((4, width), np.float32), np.empty((4, width), np.float32)
-    since = np.zeros(4, np.int64)
-    start = partly = even  # the first position that one of the four sees, the first that all of them see; even
+    h, group, committed, width = head.index, head.group, head.committed, head.keys.shape[1]
+    count = min(np.int64(LANES), queries - first)
+    row_first, row_last = first // group, (first + count - 1) // group
+    chain = paths.chain[row_first]
+    start, partly = committed + row_last + 1, np.int64(0)
+    transposed, since = np.zeros((width, LANES), np.float32), np.zeros(LANES, np.int64)
     for j in range(count):
         row, column = (first + j) // group, (h * group + (first + j) % group) * width
         for d in range(width):
-            four[j, d] = q[row, column + d]
-        since[j] = _first_seen(committed + depths[row], head.window)
-        start = min(start, since[j] - since[j] % 2)
-    partly = start
-    for j in range(count):
-        partly = max(partly, min(since[j] + since[j] % 2, even))
-    keys, values = head.keys[start:], head.values[start:]
-    pairs, hidden = (even - start) // 2, (partly - start) // 2
-    weights, eight = np.empty((pairs, 8), np.float32), np.zeros((1, 8), np.float32)
-    greatest = lanes.spread(np.float32(-np.inf))
-    for p in range(hidden):
-        lanes.store(weights, p, 0, _two_scores(keys, 2 * p, 2 * p + 1, four, scale))
-        _hide(weights[p], start + 2 * p, since, np.float32(-np.inf))
-        greatest = lanes.maximum(greatest, lanes.load(weights, p, 0))
-    for p in range(hidden, pairs):
-        scores = _two_scores(keys, 2 * p, 2 * p + 1, four, scale)
-        lanes.store(weights, p, 0, scores)
-        greatest = lanes.maximum(greatest, scores)
-    lanes.store(eight, 0, 0, greatest)
-
-    longest = rows.shape[1] + 1
-    slots = np.empty(longest, np.int64)
-    near, ends = np.empty((longest // 2 + 1, 8), np.float32), np.zeros((4, longest + 8), np.float32)
+            transposed[d, j] = q[row, column + d]
+        chain = min(chain, paths.chain[row])
+        since[j] = _first_seen(committed + paths.depths[row], head.window)
+        start, partly = min(start, since[j]), max(partly, since[j])
+    shared, stop = committed + chain, committed + row_last + 1
+    seen = np.zeros((stop - shared, LANES), np.bool_)
     for j in range(count):
         row = (first + j) // group
-        length = committed - even + depths[row] + 1
-        if j == 0 or (first + j) % group == 0:  # the queries of a row see the same
-            _slots_of(committed, rows[row], length, slots)
-            for t in range(0, length, 2):
-                scores = _two_scores(head.keys, slots[t], slots[min(t + 1, length - 1)], four, scale)
-                lanes.store(near, t // 2, 0, scores)
-        top = max(eight[0, j], eight[0, 4 + j])
-        for t in range(max(since[j] - even, 0), length):
-            ends[j, t] = near[t // 2, 4 * (t % 2) + j]
-            top = max(top, ends[j, t])
-        eight[0, j] = eight[0, 4 + j] = top
-    if cap > 0:
-        for p in range(pairs):
-            cap_scores(weights[p], cap)
+        for t in range(max(chain, since[j] - committed), paths.depths[row] + 1):
+            seen[paths.rows[row, t] - chain, j] = True
+    some = np.empty((_AT_ONCE, PITCH), np.float32)
+    some[:, width : width - width % -32] = 0  # read beside the numbers of a head, by whole registers
+    scores = np.empty((stop - start + KEYS, LANES), np.float32)  # the last tile may reach beyond the positions
+    for position in range(start, stop, _AT_ONCE):
+        here = min(np.int64(_AT_ONCE), stop - position)
+        _widen_rows(head.keys, position, here, some)
+        for n in range(0, here, KEYS):
+            score(some, n, transposed, head.scale, scores, position - start + n)
+    if head.cap > 0:
+        for n in range(stop - start):
+            cap_scores(scores[n], head.cap)
+    _hide(scores, start, since, min(partly, shared), seen, shared)
+    totals = np.empty((1, LANES), np.float32)
+    if count <= 4:
+        weights, few = np.empty((4, stop - start + LANES), np.float32), np.zeros((4, PITCH), np.float32)
+        _weigh_few(scores, stop - start, weights, totals)
+        for position in range(start, stop, _AT_ONCE):
+            here = min(np.int64(_AT_ONCE), stop - position)
+            _widen_rows(head.values, position, here, some)
+            if position >= partly and position + here <= shared:
+                _mix_few(weights, position - start, here, some, width, few)
+            else:
+                _mix_few_seen(weights, position - start, here, some, width, few)
         for j in range(count):
-            cap_scores(ends[j], cap)
-        cap_scores(eight[0], cap)
-
-    greatest, total = lanes.load(eight, 0, 0), lanes.spread(np.float32(0))
-    for p in range(hidden):
-        lanes.store(weights, p, 0, _exponential(lanes.subtract(lanes.load(weights, p, 0), greatest)))
-        _hide(weights[p], start + 2 * p, since, np.float32(0))
-        total = lanes.add(total, lanes.load(weights, p, 0))
-    for p in range(hidden, pairs):
-        exponential = _exponential(lanes.subtract(lanes.load(weights, p, 0), greatest))
-        lanes.store(weights, p, 0, exponential)
-        total = lanes.add(total, exponential)
-    tops = eight.copy()
-    lanes.store(eight, 0, 0, total)
-    _mix(weights, values, mixed)
+            row, column = (first + j) // group, (h * group + (first + j) % group) * width
+            for d in range(width):
+                out[row, column + d] = rounded(few[j, d] / totals[0, j], head.values)
+        return
+    mixed = np.zeros((width, LANES), np.float32)
+    lanes.store(totals, 0, 0, _weigh(scores, stop - start))
+    for position in range(start, stop, _AT_ONCE):
+        here = min(np.int64(_AT_ONCE), stop - position)
+        _widen_rows(head.values, position, here, some)
+        if position >= partly and position + here <= shared:
+            _mix(scores, position - start, here, some, mixed)
+        else:
+            _mix_seen(scores, position - start, here, some, mixed)
     for j in range(count):
         row, column = (first + j) // group, (h * group + (first + j) % group) * width
-        length = committed - even + depths[row] + 1
-        _slots_of(committed, rows[row], length, slots)
-        for t in range(0, length, 8):
-            ahead = lanes.subtract(lanes.load(ends, j, t), lanes.spread(tops[0, j]))
-            lanes.store(ends, j, t, _exponential(ahead))
-        for t in range(max(since[j] - even, 0), length):
-            eight[0, j + 4 * (t % 2)] += ends[j, t]
-            weight = lanes.spread(ends[j, t])
-            for d in range(0, width, 8):
-                sum_so_far = lanes.load(mixed, j, d)
-                value = lanes.load(head.values, slots[t], d)
-                lanes.store(mixed, j, d, lanes.multiply_add(weight, value, sum_so_far))
         for d in range(width):
-            out[row, column + d] = rounded(mixed[j, d] / (eight[0, j] + eight[0, 4 + j]), values)
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _slots_of(committed: Any, path: Any, length: Any, slots: Any) -> None:
-    """Where the last `length` positions of a path lie: an odd last one of the committed, then the path's rows."""
-    odd = committed % 2
-    for t in range(length):
-        slots[t] = committed - 1 if t < odd else committed + path[t - odd]
+            out[row, column + d] = rounded(mixed[d, j] / totals[0, j], head.values)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -352,6 +434,58 @@ def _heads_at(address: Any, heads: Any, capacity: Any, like: Any) -> Any:
     Numba takes no list of arrays that differ in shape as cheaply as an array of their addresses.
     """
     return carray(pointer(address), (heads, capacity, like.shape[1]), like.dtype)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _place_row(heads: Any, layer: Any, rotation: Any, caches: Any, r: Any) -> None:
+    """Rotate the queries and keys of a row, and write its keys and values behind the committed ones."""
+    like, k, v = caches.like, heads.k, heads.v
+    width = like.shape[1]
+    key_heads = k.shape[1] // width
+    n = np.searchsorted(caches.starts, np.int64(r), side="right") - 1
+    own_keys = _heads_at(caches.keys[n], key_heads, caches.capacities[n], like)
+    own_values = _heads_at(caches.values[n], key_heads, caches.capacities[n], like)
+    slot = caches.committed[n] + r - caches.starts[n]
+    _norm_and_rotate(k[r], layer.k_norm, layer, rotation, r, like)
+    _norm_and_rotate(heads.q[r], layer.q_norm, layer, rotation, r, like)
+    for h in range(key_heads):
+        for d in range(width):
+            own_keys[h, slot, d] = narrowed(k[r, h * width + d], like)
+            own_values[h, slot, d] = narrowed(v[r, h * width + d], like)
+
+
+@njit(cache=True, parallel=True, error_model="numpy", nogil=True)
+def _place_rows(heads: Any, layer: Any, rotation: Any, caches: Any) -> None:
+    # A parallel loop takes arrays and numbers, no tuples of both.
+    q, k, v, cos, sin, rotation_rounds_once = (
+        heads.q,
+        heads.k,
+        heads.v,
+        rotation.cos,
+        rotation.sin,
+        rotation.rounds_once,
+    )
+    q_weight, q_epsilon, q_offset = layer.q_norm.weight, layer.q_norm.epsilon, layer.q_norm.offset
+    k_weight, k_epsilon, k_offset = layer.k_norm.weight, layer.k_norm.epsilon, layer.k_norm.offset
+    kind, window, scale, cap, rounds_once = (
+        layer.rotation,
+        layer.window,
+        layer.scale,
+        layer.cap,
+        layer.q_norm.rounds_once,
+    )
+    starts, committed, capacities = caches.starts, caches.committed, caches.capacities
+    keys, values, like = caches.keys, caches.values, caches.like
+    for r in prange(starts[committed.shape[0]]):
+        q_norm = Norm(q_weight, q_epsilon, q_offset, rounds_once)
+        k_norm = Norm(k_weight, k_epsilon, k_offset, rounds_once)
+        _place_row(
+            Heads(q, k, v),
+            Attention(q_norm, k_norm, kind, window, scale, cap),
+            Rotation(cos, sin, rotation_rounds_once),
+            Caches(starts, committed, capacities, keys, values, like),
+            r,
+        )
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
@@ -366,10 +500,11 @@ def attend(heads: Any, layer: Any, rotation: Any, paths: Any, caches: Any, out: 
         caches: `Caches`.
         out: float32 [rows up to a multiple of 4, heads * width].
     """
-    q, k, v = heads.q, heads.k, heads.v
-    depths, rows, committed, capacities, like = (
+    q, k = heads.q, heads.k
+    depths, rows, chain, committed, capacities, like = (
         paths.depths,
         paths.rows,
+        paths.chain,
         caches.committed,
         caches.capacities,
         caches.like,
@@ -379,27 +514,22 @@ def attend(heads: Any, layer: Any, rotation: Any, paths: Any, caches: Any, out: 
     sequences, width = committed.shape[0], like.shape[1]
     key_heads = k.shape[1] // width
     group = q.shape[1] // width // key_heads
-    before = np.zeros(sequences + 1, np.int64)  # tasks of the sequences before: four queries of one key head each
+    before = np.zeros(sequences + 1, np.int64)  # tasks of the sequences before: some queries of one key head each
+    if starts[sequences] >= _SPREAD_FROM:
+        _place_rows(heads, layer, rotation, caches)
+    else:
+        for r in range(starts[sequences]):
+            _place_row(heads, layer, rotation, caches, r)
     for t in range(sequences):
-        own_keys = _heads_at(keys[t], key_heads, capacities[t], like)
-        own_values = _heads_at(values[t], key_heads, capacities[t], like)
-        for r in range(starts[t], starts[t + 1]):
-            slot = committed[t] + r - starts[t]
-            _norm_and_rotate(k[r], layer.k_norm, layer, rotation, r, like)
-            _norm_and_rotate(q[r], layer.q_norm, layer, rotation, r, like)
-            for h in range(key_heads):
-                for d in range(width):
-                    own_keys[h, slot, d] = narrowed(k[r, h * width + d], like)
-                    own_values[h, slot, d] = narrowed(v[r, h * width + d], like)
-        before[t + 1] = before[t] + key_heads * (((starts[t + 1] - starts[t]) * group + 3) // 4)
+        before[t + 1] = before[t] + key_heads * (((starts[t + 1] - starts[t]) * group + LANES - 1) // LANES)
     for task in prange(before[sequences]):
         n = np.searchsorted(before, np.int64(task), side="right") - 1
         start, stop = starts[n], starts[n + 1]
         queries = (stop - start) * group
-        fours = (queries + 3) // 4
-        h, four = (np.int64(task) - before[n]) // fours, (np.int64(task) - before[n]) % fours
+        parts = (queries + LANES - 1) // LANES
+        h, part = (np.int64(task) - before[n]) // parts, (np.int64(task) - before[n]) % parts
         own_keys = _heads_at(keys[n], key_heads, capacities[n], like)[h]
         own_values = _heads_at(values[n], key_heads, capacities[n], like)[h]
         head = KeyHead(h, group, committed[n], own_keys, own_values, window, scale, cap)
-        own_paths = Paths(depths[start:stop], rows[start:stop])
-        _attend_four(q[start:stop], 4 * four, queries, head, own_paths, out[start:stop])
+        own_paths = Paths(depths[start:stop], rows[start:stop], chain[start:stop])
+        _attend_some(q[start:stop], LANES * part, queries, head, own_paths, out[start:stop])
