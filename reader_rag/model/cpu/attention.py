@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit, prange  # type: ignore[attr-defined]
 
-from reader_rag.model.cpu import simd
-from reader_rag.model.cpu.attention_tile import KEYS, MIXED, PITCH, mix_eight, mix_some, score
+from reader_rag.model.cpu import attention_tile, simd
+from reader_rag.model.cpu.attention_tile import KEYS, MIXED, PITCH
 from reader_rag.model.cpu.products import FUSED, Heads, Norm, normalize
 from reader_rag.model.cpu.rounding import narrowed, rounded, widen
 from reader_rag.model.cpu.simd import LANES
 from reader_rag.model.cpu.softcap import cap_scores
 from reader_rag.util.addresses import pointer
 
-lanes: Any = simd  # in kernels its operations take no compiler's context
+lanes: Any = simd  # in kernels operations take no compiler's context
+tiles: Any = attention_tile
 _SPREAD_FROM = 8
 """Rows from which on threads share the work of rotating them."""
 _AT_ONCE = 64
@@ -196,9 +197,9 @@ def _mix(weights: Any, first: Any, count: Any, values: Any, mixed: Any) -> None:
     width = mixed.shape[0]
     tiled = width - width % MIXED
     for d in range(0, tiled, MIXED):
-        mix_some(weights, first, count, values, d, mixed)
+        tiles.mix_some(weights, first, count, values, d, mixed)
     for d in range(tiled, width, 8):
-        mix_eight(weights, first, count, values, d, mixed)
+        tiles.mix_eight(weights, first, count, values, d, mixed)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -391,7 +392,7 @@ def _attend_some(q: Any, first: Any, queries: Any, head: Any, paths: Any, out: A
         here = min(np.int64(_AT_ONCE), stop - position)
         _widen_rows(head.keys, position, here, some)
         for n in range(0, here, KEYS):
-            score(some, n, transposed, head.scale, scores, position - start + n)
+            tiles.score(some, n, transposed, head.scale, scores, position - start + n)
     if head.cap > 0:
         for n in range(stop - start):
             cap_scores(scores[n], head.cap)
