@@ -9,7 +9,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.node_parser.node_utils import build_nodes_from_splits
 from llama_index.core.schema import Document, TextNode
 
-from reader_rag.rag.embedding import SizedEmbedding
+from reader_rag.rag.embedding import TextSizes
 from reader_rag.rag.files import UnusableFileError
 
 # WordPiece encodes a word of any length as one [UNK] token, so a chunk is limited in characters too.
@@ -26,7 +26,7 @@ class Chunker:
         overlap: Most tokens that neighbouring chunks share.
     """
 
-    def __init__(self, embed_model: SizedEmbedding, tokens: int, overlap: int) -> None:
+    def __init__(self, embed_model: TextSizes, tokens: int, overlap: int) -> None:
         self._embed_model = embed_model
         self._tokens = tokens
         self._overlap = overlap

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.utils import get_tokenizer
 
-from reader_rag.errors import ModelError, ModelNotFoundError, ReaderError
+from reader_rag.errors import ModelError, ModelNotFoundError, ReaderError, ReaderWarning
 from reader_rag.util.encodable import encodable
 from reader_rag.util.fork import check_not_forked, note_threads
 from reader_rag.util.one_line import first_line
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 # Limit for models whose tokenizer reports none (a very large number).
 _LONGEST_SEQUENCE = 8192
+_ASSUMED_TOKENS = 256
 _TRIAL = "A text."
 
 
@@ -39,6 +43,44 @@ class SizedEmbedding(BaseEmbedding):
     @abstractmethod
     def count_tokens(self, text: str) -> int:
         """Number of tokens of a text by the model's own tokenizer, without special tokens."""
+
+
+class TextSizes(Protocol):
+    """How many tokens an embedding reads, and how many a text has; every `SizedEmbedding` is one."""
+
+    @property
+    def max_text_tokens(self) -> int: ...
+
+    def count_tokens(self, text: str) -> int: ...
+
+
+@dataclass(frozen=True)
+class _AssumedSizes:
+    """Of an embedding that does not say: tokens are counted by LlamaIndex's default tokenizer."""
+
+    max_text_tokens: int
+
+    def count_tokens(self, text: str) -> int:
+        return len(get_tokenizer()(text))
+
+
+def sizes_of(embed_model: BaseEmbedding, chunk_tokens: int | None) -> TextSizes:
+    """The sizes of an embedding; of one that does not report them the size of chunks, with a warning if none is given.
+
+    Args:
+        embed_model: Any LlamaIndex embedding.
+        chunk_tokens: Most tokens of a chunk; None: not given.
+    """
+    if isinstance(embed_model, SizedEmbedding):
+        return embed_model
+    if chunk_tokens is None:
+        warnings.warn(
+            f"{type(embed_model).__name__} does not say how many tokens of a text it reads: chunks have at most "
+            f"{_ASSUMED_TOKENS}; pass chunk_tokens, or derive it from SizedEmbedding",
+            ReaderWarning,
+            stacklevel=3,
+        )
+    return _AssumedSizes(chunk_tokens or _ASSUMED_TOKENS)
 
 
 class LocalEmbedding(SizedEmbedding):

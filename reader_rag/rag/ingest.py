@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.schema import MetadataMode, TextNode
 
 from reader_rag.config import checked_tenant
 from reader_rag.config.reading import ReadLimits
 from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreNotFoundError, StoreWriteError
 from reader_rag.rag.chunking import Chunker
-from reader_rag.rag.embedding import SizedEmbedding
+from reader_rag.rag.embedding import sizes_of
 from reader_rag.rag.files import FoundFiles, UnusableFileError, content_hash, find_files, parse, printable, read_bytes
 from reader_rag.rag.reading.process import ReadingProcess
 from reader_rag.rag.stores.location import local_folder, lock_folder, open_store
@@ -99,7 +100,7 @@ def ingest(
     paths: str | Path | Sequence[str | Path],
     store: str | Path,
     *,
-    embed_model: SizedEmbedding,
+    embed_model: BaseEmbedding,
     chunk_tokens: int | None = None,
     chunk_overlap: int = DEFAULT_CHUNK_OVERLAP,
     progress: Progress | None = None,
@@ -119,7 +120,8 @@ def ingest(
             not followed. Pipes, sockets and devices are skipped and reported.
         store: Folder of the store, or the URL of a collection in a vector database (`qdrant://...`, `milvus://...`);
             made with the first documents.
-        embed_model: The embedding model of the store.
+        embed_model: The embedding model of the store: any LlamaIndex embedding. Of one that does not report how many
+            tokens it reads (no `SizedEmbedding`), chunks have `chunk_tokens`, or 256 with a warning.
         chunk_tokens: Most tokens of a chunk, by the embedding's tokenizer; None takes 256, or the model's limit if that
             is lower.
         chunk_overlap: Most tokens that neighbouring chunks share.
@@ -140,7 +142,8 @@ def ingest(
         StoreError: The store cannot be used or written, or was made with another embedding model.
     """
     checked_tenant(tenant)
-    tokens = _checked_chunk_tokens(chunk_tokens, chunk_overlap, embed_model.max_text_tokens)
+    sizes = sizes_of(embed_model, chunk_tokens)
+    tokens = _checked_chunk_tokens(chunk_tokens, chunk_overlap, sizes.max_text_tokens)
     settings = f"chunker {_CHUNKER_VERSION}, {tokens} tokens, overlap {chunk_overlap}"
     report = progress or (lambda stage, done, total: None)
     listed = [paths] if isinstance(paths, (str, Path)) else paths
@@ -151,7 +154,7 @@ def ingest(
         known = _known_documents(store, embed_model, tenant)
         plan = _Plan()
         files = {file: found.root for found in reversed(roots) for file in found.files}
-        chunker = Chunker(embed_model, tokens, chunk_overlap)
+        chunker = Chunker(sizes, tokens, chunk_overlap)
         with ReadingProcess(limits) as reading:
             for done, (file, root) in enumerate(sorted(files.items())):
                 report("read", done, len(files))
@@ -221,7 +224,7 @@ def _lock_name(tenant: str) -> str:
     return f"ingest-{hashlib.sha256(tenant.encode()).hexdigest()[:32]}.lock" if tenant else _LOCK_NAME
 
 
-def _known_documents(store: str | Path, embed_model: SizedEmbedding, tenant: str) -> dict[str, DocumentRecord]:
+def _known_documents(store: str | Path, embed_model: BaseEmbedding, tenant: str) -> dict[str, DocumentRecord]:
     """The tenant's records by path, after checking the store and its embedding model."""
     try:
         with open_store(store, embed_model=embed_model, tenant=tenant) as opened:
@@ -280,7 +283,7 @@ def _plan_unlisted_and_removed(plan: _Plan, roots: Sequence[FoundFiles], known: 
             plan.removed.append(Path(path))
 
 
-def _embed(nodes: Sequence[TextNode], embed_model: SizedEmbedding, report: Progress) -> None:
+def _embed(nodes: Sequence[TextNode], embed_model: BaseEmbedding, report: Progress) -> None:
     """Set the nodes' embeddings; equal texts are embedded once."""
     sharing: dict[str, list[TextNode]] = {}
     for node in nodes:

@@ -12,11 +12,19 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.schema import MetadataMode, TextNode
 from waiting import join
 
 from reader_rag.config import ReadLimits
-from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreMismatchError, StoreWriteError
+from reader_rag.errors import (
+    ConfigError,
+    IngestError,
+    ReaderWarning,
+    StoreBusyError,
+    StoreMismatchError,
+    StoreWriteError,
+)
 from reader_rag.rag import FaissStore, IngestReport, LocalEmbedding, SizedEmbedding, make_retriever
 from reader_rag.rag.files import content_hash
 from reader_rag.rag.files import find_files as really_find_files
@@ -507,3 +515,21 @@ def test_a_file_beyond_a_limit_is_skipped(run: Any, write: Write, docs: Path) ->
         ("large.txt", "larger than 0 MiB; split it"),
         ("page.html", "holds more than 0 MiB of text; split it"),
     ]
+
+
+class TestAnyEmbedding:
+    def test_one_that_does_not_say_what_it_reads_gets_a_default_and_a_sentence(
+        self, tmp_path: Path, write: Callable[[str, str], Path]
+    ) -> None:
+        write("birds.txt", "Herons eat fish. " * 200)
+        embedding = MockEmbedding(embed_dim=8)
+        with pytest.warns(ReaderWarning, match="MockEmbedding does not say how many tokens .* at most 256; pass chunk"):
+            report = ingest([tmp_path / "docs"], tmp_path / "store", embed_model=embedding)
+        assert report.total_chunks >= 3
+
+    def test_a_chunk_size_that_is_given_is_taken_without_one(
+        self, tmp_path: Path, write: Callable[[str, str], Path], recwarn: pytest.WarningsRecorder
+    ) -> None:
+        write("birds.txt", "Herons eat fish. " * 200)
+        ingest([tmp_path / "docs"], tmp_path / "store", embed_model=MockEmbedding(embed_dim=8), chunk_tokens=100)
+        assert not [warning for warning in recwarn if issubclass(warning.category, ReaderWarning)]
