@@ -22,6 +22,8 @@ from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.engine.proposer import Proposer
+from reader_rag.engine.sequence import DecodeSequence
+from reader_rag.engine.step import run_step
 from reader_rag.errors import ConfigError, ReaderWarning
 from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.model import step_costs
@@ -248,8 +250,15 @@ def test_sequences_of_a_batch_ask_in_one_pass(make_engine: Callable[..., Engine]
     engine.target.verify_batch = noted  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     prompts = [Prompt(text_of(60, seed)) for seed in range(3)]
-    streams = [engine.submit(prompt, params) for prompt in prompts]
-    answers = [stream.finish().token_ids for stream in streams]
+    sequences = [DecodeSequence(engine.context, engine.requests.build(prompt, params)) for prompt in prompts]
+    for sequence in sequences:
+        while sequence.prefilling:
+            sequence.prefill()
+    while running := [sequence for sequence in sequences if sequence.finish is None]:
+        assert run_step(engine.context, running) == {}
+    answers = [sequence.result.token_ids for sequence in sequences]
+    for sequence in sequences:
+        sequence.release()
     assert any(steps > 1 and states > 1 for steps, states in counts)
     assert len(asked) > 10
     for prompt, tokens in zip(prompts, answers, strict=True):
