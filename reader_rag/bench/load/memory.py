@@ -82,8 +82,8 @@ def make_random_model(
 def _bytes_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
@@ -129,9 +129,8 @@ def _load_and_report(folder: str, dtype: str, quantization: Any) -> dict[str, An
     after = _anonymous_bytes()
     tensors = [*target.model.parameters(), *target.model.buffers()]
     stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    matrices = [
-        module.in_features * module.out_features for module in loaded.modules() if hasattr(module, "in_features")
-    ]
+    modules: list[Any] = [module for module in loaded.modules() if hasattr(module, "in_features")]
+    matrices = [int(module.in_features) * int(module.out_features) for module in modules]
     total, largest = sum(stored.values()), 4 * max(matrices, default=0)
     numbers = {
         "before": before,
