@@ -77,3 +77,11 @@ def test_the_product_in_int8_is_the_layers(limbs: int) -> None:
     layer = Int8Linear.of(nn.Linear(96, 80, bias=False), limbs)
     x = torch.linspace(-1.0, 1.0, 4 * 96).reshape(4, 96)
     assert torch.equal(speed._int8_product(x, layer)(), layer(x))
+
+
+def test_a_product_of_any_number_of_features_has_room_for_whole_blocks() -> None:
+    layer, x = Int8Linear.of(nn.Linear(24, 33)), torch.linspace(-1, 1, 96).view(4, 24)
+    product = speed._int8_product(x, layer)().clone()
+    if layer.is_packed:
+        assert product.shape == (4, 48)  # the kernel writes blocks of 16
+    assert torch.equal(product[:, :33], layer(x))

@@ -84,7 +84,7 @@ def _int8_product(x: torch.Tensor, layer: Int8Linear) -> Callable[[], torch.Tens
         return lambda: layer(x)
     rows = quantised_rows(_ROWS, layer.values.shape[1], layer.limbs)
     packed = PackedLinear(layer.values.numpy(), layer.scales.numpy(), layer.bias.numpy())
-    out = np.zeros((_ROWS, layer.out_features), np.float32)
+    out = np.zeros((_ROWS, len(layer.scales)), np.float32)  # with the features that fill up the last block
 
     def product() -> torch.Tensor:
         with numba_threads():
