@@ -325,10 +325,11 @@ class FaissStore(DocumentStore):
         self._indexes.write(self._tenant, change)
 
     def _nodes(self, ids: Sequence[int]) -> list[BaseNode]:
-        return [
-            metadata_dict_to_node({"_node_type": node_type, "_node_content": node})
-            for node_type, node in self._file.node_texts(self._tenant, ids)
-        ]
+        with self._file.decoding("a node"):
+            return [
+                metadata_dict_to_node({"_node_type": node_type, "_node_content": node})
+                for node_type, node in self._file.node_texts(self._tenant, ids)
+            ]
 
     @property
     def _file(self) -> StoreFile:

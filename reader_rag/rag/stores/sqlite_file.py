@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import uuid
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,60 +26,16 @@ from reader_rag.errors import (
     StoreNotFoundError,
     StoreWriteError,
 )
+from reader_rag.rag.stores import sqlite_schema as schema
 from reader_rag.rag.stores.records import DocumentRecord, TenantSize
 from reader_rag.util.files import atomic_path
 
 FILE_NAME = "store.sqlite3"
-APPLICATION_ID = 0x52526167  # "RRag"; distinguishes a store from other SQLite databases
-FORMAT_VERSION = 2
-
+APPLICATION_ID, FORMAT_VERSION = schema.APPLICATION_ID, schema.FORMAT_VERSION
+_META_CRC = "checksum"
 _BUSY_TIMEOUT_S = 5.0
 _NOT_A_DATABASE = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-
-_META = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
-_TABLES = (
-    # `version` is a new random value after each change of the tenant's rows.
-    "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, version TEXT NOT NULL) WITHOUT ROWID",
-    """CREATE TABLE documents (
-    tenant TEXT NOT NULL,
-    path TEXT NOT NULL,
-    root TEXT NOT NULL,
-    hash TEXT NOT NULL,
-    PRIMARY KEY (tenant, path)
-) WITHOUT ROWID""",
-    """CREATE TABLE nodes (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, also after a delete
-    tenant TEXT NOT NULL,
-    node_id TEXT NOT NULL,
-    ref_doc_id TEXT,
-    node_type TEXT NOT NULL,
-    node TEXT NOT NULL,
-    vector BLOB NOT NULL,                  -- float32, little endian, length 1
-    crc INTEGER NOT NULL,                  -- of node and vector
-    UNIQUE (tenant, node_id)
-)""",
-    "CREATE INDEX nodes_by_tenant ON nodes (tenant)",
-)
-_VERSION = f"PRAGMA user_version = {FORMAT_VERSION}"
-_SCHEMA = ";\n".join((_META, *_TABLES, f"PRAGMA application_id = {APPLICATION_ID}", _VERSION)) + ";"
-
-# Format 1 had no tenants: its rows become those of tenant "".
-_FROM_FORMAT_1 = (
-    "ALTER TABLE documents RENAME TO documents_1",
-    "ALTER TABLE nodes RENAME TO nodes_1",
-    *_TABLES,
-    "INSERT INTO tenants VALUES ('', lower(hex(randomblob(16))))",
-    "INSERT INTO documents SELECT '', path, root, hash FROM documents_1",
-    """INSERT INTO nodes
-    SELECT id, '', node_id, ref_doc_id, node_type, node, vector, crc FROM nodes_1 ORDER BY id""",
-    # Ids continue after the highest one ever used, also where the last nodes were deleted.
-    "DELETE FROM sqlite_sequence WHERE name = 'nodes'",
-    "UPDATE sqlite_sequence SET name = 'nodes' WHERE name = 'nodes_1'",
-    "DROP TABLE documents_1",
-    "DROP TABLE nodes_1",
-    _VERSION,
-)
 
 
 @dataclass(frozen=True)
@@ -103,10 +58,9 @@ class NodeRow:
     vector: NDArray[np.float32]
     id: int = 0
 
-    @property
-    def crc(self) -> int:
-        """Checksum over the node's JSON and its vector."""
-        return zlib.crc32(self.blob, zlib.crc32(self.node.encode()))
+    def crc(self, tenant: str) -> int:
+        """Checksum of the row, in which the tenant is a column."""
+        return schema.checksum(tenant, self.node_id, self.ref_doc_id, self.node_type, self.node, self.blob)
 
     @property
     def blob(self) -> bytes:
@@ -126,6 +80,9 @@ class StoreFile:
         self._database = database
         self.path = path
         with self._store_errors(writing=False):
+            # What a schema contains is not trusted: no function that it calls may have effects.
+            database.execute("PRAGMA trusted_schema = OFF")
+            database.execute("PRAGMA cell_size_check = ON")
             # EXTRA also syncs the folder, so that a commit survives a power cut right after it.
             database.execute("PRAGMA synchronous = EXTRA")
 
@@ -133,7 +90,7 @@ class StoreFile:
     def in_memory(cls) -> StoreFile:
         """Make a store in memory; it ends with the process."""
         database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        database.executescript(_SCHEMA)
+        database.executescript(schema.SCHEMA)
         return cls(database, None)
 
     @classmethod
@@ -247,8 +204,16 @@ class StoreFile:
         return int(self._database.execute("PRAGMA data_version").fetchone()[0])
 
     def meta(self) -> dict[str, str]:
-        """The identity of the embedding model that made the store; empty before the first vector is stored."""
-        return dict(self._database.execute("SELECT key, value FROM meta"))
+        """The identity of the embedding model that made the store; empty before the first vector is stored.
+
+        Raises:
+            StoreCorruptError: It is damaged.
+        """
+        facts: dict[str, str] = dict(self._database.execute("SELECT key, value FROM meta"))
+        crc = facts.pop(_META_CRC, None)
+        if (facts or crc is not None) and crc != _crc_of(facts):
+            raise self._damaged("its identity")
+        return facts
 
     def set_meta(self, facts: dict[str, str]) -> None:
         """Replace the identity of the embedding model.
@@ -257,7 +222,9 @@ class StoreFile:
             facts: Keys and values, from `identity.identity_of`.
         """
         self._database.execute("DELETE FROM meta")
-        self._database.executemany("INSERT INTO meta VALUES (?, ?)", facts.items())
+        if facts:
+            rows = facts | {_META_CRC: _crc_of(facts)}
+            self._database.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
 
     def is_empty(self) -> bool:
         """Whether there is neither a document nor a node of any tenant."""
@@ -274,14 +241,31 @@ class StoreFile:
         return [TenantSize(*row) for row in rows]
 
     def version(self, tenant: str) -> str | None:
-        """The version of a tenant's rows, different after each change; None if the tenant never had rows."""
-        row = self._database.execute("SELECT version FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+        """The version of a tenant's rows, different after each change; None if the tenant never had rows.
+
+        Raises:
+            StoreCorruptError: The tenant's record is damaged.
+        """
+        row = self._tenant_row(tenant)
         return None if row is None else str(row[0])
+
+    def _tenant_row(self, tenant: str) -> tuple[str, int] | None:
+        """Version and number of nodes of a tenant."""
+        query = "SELECT version, nodes, crc FROM tenants WHERE tenant = ?"
+        row = self._database.execute(query, (tenant,)).fetchone()
+        if row is None:
+            return None
+        version, nodes, crc = row
+        if crc != schema.checksum(tenant, version, nodes):
+            raise self._damaged("a tenant's record")
+        return version, nodes
 
     def new_version(self, tenant: str) -> str:
         """Give a tenant's rows a new version after a change, and return it."""
         version = uuid.uuid4().hex
-        self._database.execute("INSERT OR REPLACE INTO tenants VALUES (?, ?)", (tenant, version))
+        (nodes,) = self._database.execute("SELECT COUNT(*) FROM nodes WHERE tenant = ?", (tenant,)).fetchone()
+        row = (tenant, version, nodes, schema.checksum(tenant, version, nodes))
+        self._database.execute("INSERT OR REPLACE INTO tenants VALUES (?, ?, ?, ?)", row)
         return version
 
     def drop_tenant(self, tenant: str) -> None:
@@ -290,14 +274,23 @@ class StoreFile:
             self._database.execute(f"DELETE FROM {table} WHERE tenant = ?", (tenant,))
 
     def documents(self, tenant: str) -> list[DocumentRecord]:
-        """A tenant's ingested files in path order."""
-        query = "SELECT path, root, hash FROM documents WHERE tenant = ? ORDER BY path"
-        return [DocumentRecord(*row) for row in self._database.execute(query, (tenant,))]
+        """A tenant's ingested files in path order.
+
+        Raises:
+            StoreCorruptError: A record is damaged.
+        """
+        records = []
+        query = "SELECT path, root, hash, crc FROM documents WHERE tenant = ? ORDER BY path"
+        for *fields, crc in self._database.execute(query, (tenant,)):
+            if crc != schema.checksum(tenant, *fields):
+                raise self._damaged("a document's record")
+            records.append(DocumentRecord(*fields))
+        return records
 
     def put_documents(self, tenant: str, records: Iterable[DocumentRecord]) -> None:
         """Add a tenant's records; those of the same path are replaced."""
-        rows = ((tenant, r.path, r.root, r.hash) for r in records)
-        self._database.executemany("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?)", rows)
+        rows = ((tenant, r.path, r.root, r.hash, schema.checksum(tenant, r.path, r.root, r.hash)) for r in records)
+        self._database.executemany("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?)", rows)
 
     def drop_documents(self, tenant: str, paths: Iterable[str]) -> None:
         """Remove a tenant's records; unknown paths are ignored."""
@@ -314,23 +307,34 @@ class StoreFile:
             "SELECT id, node_id, ref_doc_id, node_type, node, vector, crc FROM nodes WHERE tenant = ? ORDER BY id",
             (tenant,),
         )
+        count = 0
         for id_, node_id, ref_doc_id, node_type, node, blob, crc in rows:
-            row = NodeRow(node_id, ref_doc_id, node_type, node, np.frombuffer(blob, dtype="<f4"), id_)
-            if row.crc != crc:
-                raise StoreCorruptError(f"{self.path}: node {node_id} is damaged; {_REMEDY}")
-            yield row
+            expected = schema.checksum(tenant, node_id, ref_doc_id, node_type, node, blob)
+            if crc != expected or not isinstance(blob, bytes):
+                raise self._damaged(f"node {node_id}")
+            count += 1
+            yield NodeRow(node_id, ref_doc_id, node_type, node, np.frombuffer(blob, dtype="<f4"), id_)
+        recorded = self._tenant_row(tenant)
+        if count != (0 if recorded is None else recorded[1]):
+            raise self._damaged("the list of a tenant's nodes")
 
     def node_texts(self, tenant: str, ids: Sequence[int]) -> list[tuple[str, str]]:
         """(node type, node JSON) of each of a tenant's ids, in the order given."""
-        query = "SELECT node_type, node FROM nodes WHERE id = ? AND tenant = ?"
-        return [self._database.execute(query, (id_, tenant)).fetchone() for id_ in ids]
+        query = "SELECT node_id, ref_doc_id, node_type, node, vector, crc FROM nodes WHERE id = ? AND tenant = ?"
+        texts = []
+        for id_ in ids:
+            row = self._database.execute(query, (id_, tenant)).fetchone()
+            if row is None or row[-1] != schema.checksum(tenant, *row[:-1]):
+                raise self._damaged("a node")
+            texts.append((row[2], row[3]))
+        return texts
 
     def insert_node(self, tenant: str, row: NodeRow) -> int:
         """Insert a tenant's node and return its id, larger than any id before."""
         cursor = self._database.execute(
             "INSERT INTO nodes (tenant, node_id, ref_doc_id, node_type, node, vector, crc)"
             " VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (tenant, row.node_id, row.ref_doc_id, row.node_type, row.node, row.blob, row.crc),
+            (tenant, row.node_id, row.ref_doc_id, row.node_type, row.node, row.blob, row.crc(tenant)),
         )
         return int(cursor.lastrowid or 0)
 
@@ -360,7 +364,10 @@ class StoreFile:
             raise StoreWriteError(f"the store cannot be copied to {folder} ({error}); choose another folder") from error
 
     def _verified_format(self) -> int:
-        """The file's format version, after checking that the file is a store and not damaged."""
+        """The file's format version, after checking that the file is a store and not damaged.
+
+        The tables are compared before anything is read of them: a view in place of one may never end.
+        """
         with self.reading():
             # The first read rolls back an interrupted commit, so it precedes every check.
             application_id = self._pragma("application_id")
@@ -372,17 +379,43 @@ class StoreFile:
                     f"{self.path} has format version {version}, this program reads 1 to {FORMAT_VERSION}: "
                     "use the version that made it, or ingest into a new folder"
                 )
-            result = self._pragma("quick_check")
+            if difference := schema.difference(self._database, version):
+                raise StoreCorruptError(f"{self.path} has other tables than a store ({difference}); {_REMEDY}")
+            result = self._pragma("integrity_check(1)")
             if result != "ok":
                 raise StoreCorruptError(f"{self.path} is damaged ({str(result).splitlines()[-1]}); {_REMEDY}")
+            if version == FORMAT_VERSION and not self.meta() and not self.is_empty():
+                raise self._damaged("its identity")
             return version
 
     def _migrate(self) -> None:
-        """Migrate a file of format 1 to the current format in one commit."""
+        """Migrate a file of an earlier format to the current one, in one commit."""
         with self.writing():
-            if int(self._pragma("user_version")) == 1:  # else another process has migrated it
-                for statement in _FROM_FORMAT_1:
-                    self._database.execute(statement)
+            version = int(self._pragma("user_version"))
+            if version < FORMAT_VERSION:  # else another process has migrated it
+                if not schema.migrate(self._database, version):
+                    raise self._damaged("a node")
+                self.set_meta(dict(self._database.execute("SELECT key, value FROM meta")))
+
+    @contextlib.contextmanager
+    def decoding(self, what: str) -> Iterator[None]:
+        """Around code that decodes what the file holds: it fails only where that was not written by a store.
+
+        Args:
+            what: What is decoded.
+
+        Raises:
+            StoreCorruptError: It failed.
+        """
+        try:
+            yield
+        except (StoreError, sqlite3.Error):
+            raise
+        except Exception as error:  # of LlamaIndex, Pydantic, JSON, NumPy and FAISS
+            raise self._damaged(what) from error
+
+    def _damaged(self, what: str) -> StoreCorruptError:
+        return StoreCorruptError(f"{self.path or 'the store in memory'}: {what} is damaged; {_REMEDY}")
 
     def _pragma(self, name: str) -> int | str:
         value: int | str = self._database.execute(f"PRAGMA {name}").fetchone()[0]
@@ -396,6 +429,8 @@ class StoreFile:
             raise StoreError(f"the store {self.path or 'in memory'} is closed; open it again") from error
         except sqlite3.Error as error:
             raise self._store_error(error, writing) from error
+        except UnicodeDecodeError as error:  # a name or message in a damaged file
+            raise self._damaged("a text") from error
 
     def _store_error(self, error: sqlite3.Error, writing: bool) -> StoreError:
         # The low byte is SQLite's primary result code.
@@ -412,6 +447,11 @@ class StoreFile:
         return StoreError(f"{self.path or 'the store'} could not be read ({error}); check the disk and permissions")
 
 
+def _crc_of(facts: dict[str, str]) -> str:
+    """Checksum of the identity of an embedding model."""
+    return str(schema.checksum(*(part for fact in sorted(facts.items()) for part in fact)))
+
+
 _REMEDY = "restore it from a backup, or delete it and ingest your documents again"
 
 
@@ -421,4 +461,4 @@ def _publish_empty(folder: Path) -> None:
         atomic_path(folder / FILE_NAME, keep_existing=True) as made,
         contextlib.closing(sqlite3.connect(made, isolation_level=None)) as database,
     ):
-        database.executescript(_SCHEMA)
+        database.executescript(schema.SCHEMA)

@@ -155,7 +155,8 @@ class TenantIndexes:
 
     @property
     def _dimension(self) -> int | None:
-        return int(self._meta["dimension"]) if "dimension" in self._meta else None
+        with self.file.decoding("its identity"):
+            return int(self._meta["dimension"]) if "dimension" in self._meta else None
 
     def _index_of(self, tenant: str) -> FlatIndex | None:
         """The tenant's index as of this transaction, loaded if it is not in memory or another process changed it."""
@@ -167,8 +168,9 @@ class TenantIndexes:
         self._loaded.pop(tenant, None)
         if version is None or dimension is None:
             return None
-        index = FlatIndex(dimension)
-        _add(index, list(self.file.nodes(tenant)))
+        with self.file.decoding("a tenant's nodes"):
+            index = FlatIndex(dimension)
+            _add(index, list(self.file.nodes(tenant)))
         self._loaded[tenant] = _LoadedIndex(version, index)
         return index
 
@@ -179,7 +181,8 @@ class TenantIndexes:
         self._meta_commit = None
         self._meta = self.file.meta()
         if self._identity and "dimension" in self._meta:
-            require_same_model(self._identity, self._meta)
+            with self.file.decoding("its identity"):
+                require_same_model(self._identity, self._meta)
         self._meta_commit = commit
 
 

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores.types import VectorStoreQuery
@@ -26,8 +27,10 @@ from reader_rag.errors import (
 from reader_rag.rag import FaissStore, SizedEmbedding
 from reader_rag.rag.ingest import ingest
 from reader_rag.rag.stores import sqlite_file as store_file
-from reader_rag.rag.stores.records import TenantSize
+from reader_rag.rag.stores import sqlite_schema as schema
+from reader_rag.rag.stores.records import DocumentRecord, TenantSize
 from reader_rag.rag.stores.sqlite_file import FILE_NAME, FORMAT_VERSION, NodeRow, StoreFile
+from reader_rag.rag.stores.sqlite_schema import old_checksum
 
 MakeNode = Callable[..., TextNode]
 Write = Callable[[str, str | bytes], Path]
@@ -104,8 +107,149 @@ def test_another_programs_database_is_refused_and_unchanged(tmp_path: Path) -> N
 def test_another_format_version_is_refused(folder: Path) -> None:
     with sqlite3.connect(folder / FILE_NAME) as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreMismatchError, match="format version 99, this program reads 1 to 2"):
+    with pytest.raises(StoreMismatchError, match="format version 99, this program reads 1 to 3"):
         FaissStore.open(folder)
+
+
+CHANGES = [
+    "UPDATE nodes SET tenant = 'other' WHERE node_id = 'n3'",
+    "UPDATE nodes SET node_id = 'm3' WHERE node_id = 'n3'",
+    "UPDATE nodes SET ref_doc_id = 'other' WHERE node_id = 'n3'",
+    "UPDATE nodes SET node_type = 'Other' WHERE node_id = 'n3'",
+    "UPDATE nodes SET node = 'null' WHERE node_id = 'n3'",
+    "UPDATE nodes SET node = 5 WHERE node_id = 'n3'",
+    "UPDATE nodes SET vector = 'text' WHERE node_id = 'n3'",
+    "UPDATE nodes SET vector = 5 WHERE node_id = 'n3'",
+    "UPDATE nodes SET vector = x'00' WHERE node_id = 'n3'",
+    "UPDATE nodes SET crc = 'x' WHERE node_id = 'n3'",
+    "DELETE FROM nodes WHERE node_id = 'n3'",
+    "UPDATE documents SET hash = 'x'",
+    "UPDATE documents SET root = '/'",
+    "UPDATE documents SET path = path || 'x'",
+    "UPDATE documents SET tenant = 'other'; UPDATE documents SET tenant = ''",
+    "UPDATE documents SET hash = x'ff'",
+    "UPDATE meta SET value = '3' WHERE key = 'dimension'",
+    "UPDATE meta SET value = 'x' WHERE key = 'dimension'",
+    "UPDATE meta SET value = x'ff' WHERE key = 'dimension'",
+    "UPDATE meta SET key = 'dimensions' WHERE key = 'dimension'",
+    "DELETE FROM meta WHERE key = 'dimension'",
+    "DELETE FROM meta",
+    "UPDATE tenants SET version = 'x'",
+    "UPDATE tenants SET nodes = 3",
+    "UPDATE tenants SET nodes = 'x'",
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_row_is_detected(folder: Path, change: str) -> None:
+    with FaissStore(folder) as store:
+        store._file._database.execute("BEGIN")
+        store._file.put_documents("", [DocumentRecord("d", "root", "hash")])
+        store._file._database.execute("COMMIT")
+    with sqlite3.connect(folder / FILE_NAME) as database:
+        database.executescript(change)
+    unchanged = change.startswith("UPDATE documents SET tenant")
+    try:
+        with FaissStore.open(folder) as store:
+            store.query(VectorStoreQuery([1.0, 0.0], 10))
+            store.get_nodes()
+            store.documents()
+        found = False
+    except StoreError:
+        found = True
+    assert found != unchanged
+
+
+SCHEMAS = [
+    "CREATE TRIGGER copies AFTER INSERT ON nodes BEGIN INSERT INTO nodes (tenant, node_id, ref_doc_id, node_type, node,"
+    " vector, crc) VALUES ('spy', NEW.node_id, NEW.ref_doc_id, NEW.node_type, NEW.node, NEW.vector, NEW.crc); END",
+    "CREATE TEMP TABLE harmless (x); CREATE VIEW extra AS SELECT 1",
+    "ALTER TABLE meta RENAME TO kept; CREATE VIEW meta AS"
+    " WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x AS key, x AS value FROM n",
+    "DROP INDEX nodes_by_tenant",
+    "CREATE INDEX more ON nodes (node)",
+    "ALTER TABLE nodes ADD COLUMN more TEXT",
+    "ALTER TABLE documents RENAME COLUMN root TO roots",
+    "CREATE TABLE more (x)",
+    "DROP TABLE documents; CREATE TABLE documents (tenant, path, root, hash, crc)",
+    "DROP TABLE tenants",
+    "CREATE VIRTUAL TABLE words USING fts5(x)",
+]
+
+
+@pytest.mark.parametrize("change", SCHEMAS)
+def test_another_schema_is_refused_before_anything_is_read(folder: Path, change: str) -> None:
+    with sqlite3.connect(folder / FILE_NAME) as database:
+        try:
+            database.executescript(change)
+        except sqlite3.OperationalError as error:
+            pytest.skip(f"this SQLite cannot do it: {error}")
+    with pytest.raises(StoreCorruptError, match="has other tables than a store"):
+        FaissStore.open(folder)
+    with pytest.raises(StoreCorruptError, match="has other tables than a store"):
+        FaissStore(folder)
+
+
+def test_flipped_bytes_raise_store_errors_only(folder: Path) -> None:
+    path = folder / FILE_NAME
+    whole = path.read_bytes()
+    with FaissStore.open(folder) as store:
+        expected = [node.to_dict() for node in store.get_nodes()]
+    random = np.random.default_rng(7)
+    found = 0
+    for at in random.integers(0, len(whole), 150):
+        damaged = bytearray(whole)
+        damaged[at] ^= int(random.integers(1, 256))
+        path.write_bytes(damaged)
+        try:
+            with FaissStore.open(folder) as store:
+                store.query(VectorStoreQuery([1.0, 0.0], 3))
+                nodes = [node.to_dict() for node in store.get_nodes()]
+                store.documents()
+                store.tenants()
+            assert nodes == expected
+        except StoreError:
+            found += 1
+    assert found > 30
+
+
+@pytest.fixture
+def format_2(folder: Path) -> Path:
+    """The store of `folder` in format 2."""
+    with FaissStore.open(folder) as store:
+        rows = list(store._file.nodes(""))
+    path = folder / FILE_NAME
+    path.unlink()
+    with sqlite3.connect(path) as database:
+        tables = ";".join((schema._META, *schema._TABLES_2))
+        database.executescript(f"{tables}; PRAGMA application_id = {0x52526167}; PRAGMA user_version = 2;")
+        database.execute("INSERT INTO meta VALUES ('dimension', ?)", (str(len(rows[0].vector)),))
+        database.execute("INSERT INTO tenants VALUES ('', 'v')")
+        database.execute("INSERT INTO documents VALUES ('', 'd', 'root', 'hash')")
+        for row in rows:
+            values = (row.id, "", row.node_id, row.ref_doc_id, row.node_type, row.node, row.blob)
+            crc = old_checksum(row.node, row.blob)
+            database.execute("INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, crc))
+    return folder
+
+
+def test_a_file_of_format_2_is_migrated_whole_or_not_at_all(format_2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (format_2 / FILE_NAME).read_bytes()
+    for done in range(len(schema._FROM_FORMAT_2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(schema, "_FROM_FORMAT_2", (*schema._FROM_FORMAT_2[:done], "INSERT INTO nowhere"))
+            with pytest.raises(StoreError):
+                FaissStore.open(format_2)
+        assert format_of(format_2) == 2
+    with sqlite3.connect(f"file:{format_2 / FILE_NAME}?mode=ro", uri=True) as database:
+        ids = [row[0] for row in database.execute("SELECT node_id FROM nodes ORDER BY id")]
+    assert len(before) > 0
+    with FaissStore.open(format_2) as store:
+        assert [node.node_id for node in store.get_nodes()] == ids
+        assert store.documents() == [DocumentRecord("d", "root", "hash")]
+    assert format_of(format_2) == 3
+    with FaissStore.open(format_2) as store:
+        assert len(store.get_nodes()) == len(ids)
 
 
 @pytest.mark.parametrize("column", ["vector", "node"])
@@ -307,7 +451,15 @@ def old(tmp_path: Path, make_node: MakeNode) -> Path:
         database.execute("INSERT INTO documents VALUES ('d', 'root', 'hash')")
         columns = "(id, node_id, ref_doc_id, node_type, node, vector, crc)"
         for row in rows:
-            values = (row.id, row.node_id, row.ref_doc_id, row.node_type, row.node, row.blob, row.crc)
+            values = (
+                row.id,
+                row.node_id,
+                row.ref_doc_id,
+                row.node_type,
+                row.node,
+                row.blob,
+                old_checksum(row.node, row.blob),
+            )
             database.execute(f"INSERT INTO nodes {columns} VALUES (?, ?, ?, ?, ?, ?, ?)", values)
         database.execute("DELETE FROM nodes WHERE node_id = 'n3'")
     return folder
@@ -369,7 +521,7 @@ def test_an_interrupted_migration_leaves_the_file_unchanged(
 ) -> None:
     before = (old / FILE_NAME).read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(store_file, "_FROM_FORMAT_1", (*store_file._FROM_FORMAT_1[:done], "INSERT INTO nowhere"))
+        patch.setattr(schema, "_FROM_FORMAT_1", (*schema._FROM_FORMAT_1[:done], "INSERT INTO nowhere"))
         with pytest.raises(StoreWriteError, match="intact"):
             FaissStore.open(old)
     assert (old / FILE_NAME).read_bytes() == before
