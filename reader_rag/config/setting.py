@@ -62,8 +62,12 @@ class Setting:
 
     def holds(self, value: float) -> bool:
         """Whether a number is finite and lies in the range."""
+        try:
+            finite = math.isfinite(value)
+        except OverflowError:  # an integer beyond all floats
+            return False
         return (
-            math.isfinite(value)
+            finite
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)
@@ -112,7 +116,7 @@ class Settings:
                 value = tuple(value)
                 object.__setattr__(self, name, value)
             if not _fits(value, annotation, about):
-                raise ConfigError(f"{name} must be {_expected(annotation, about)}, not {value!r}")
+                raise ConfigError(f"{name} must be {_expected(annotation, about)}, not {_shown(value)}")
 
     @classmethod
     def of(cls, values: Mapping[str, Any], base: Self | None = None) -> Self:
@@ -170,12 +174,22 @@ def _fits(value: Any, annotation: Any, about: Setting) -> bool:
     if annotation is int:
         return isinstance(value, Integral) and not isinstance(value, bool) and about.holds(int(value))
     if annotation is float:
-        return isinstance(value, Real) and not isinstance(value, bool) and about.holds(float(value))
+        return isinstance(value, Real) and not isinstance(value, bool) and about.holds(value)  # type: ignore[arg-type]
     if annotation is str:
         return isinstance(value, str) and (bool(value) or about.may_be_empty) and is_encodable(value)
     return isinstance(value, annotation)
 
 
+def _shown(value: Any) -> str:
+    """A value in a message; Python refuses to write integers of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"a very long {type(value).__name__}"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
+
+
+_LONGEST_VALUE = 200
 _NAMES = {int: "an integer", float: "a number", str: "a string that is not empty", bool: "True or False"}
 
 

@@ -109,3 +109,10 @@ def test_the_least_probability_of_a_node_is_below_one() -> None:
     assert DraftConfig(min_probability=0.99999).min_probability == 0.99999
     with pytest.raises(ConfigError, match=r"min_probability must be in \[0.0, 1.0\), not 1.0"):
         DraftConfig(min_probability=1.0)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000])
+@pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_p", "seed", "suppress_tokens", "logprobs"])
+def test_numbers_beyond_all_floats_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        SamplingParams(**{name: (value,) if name == "suppress_tokens" else value})  # type: ignore[arg-type]
