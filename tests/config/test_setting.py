@@ -111,7 +111,7 @@ def test_the_least_probability_of_a_node_is_below_one() -> None:
         DraftConfig(min_probability=1.0)
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000])
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=["large", "negative", "not printable"])
 @pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_p", "seed", "suppress_tokens", "logprobs"])
 def test_numbers_beyond_all_floats_are_refused(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be"):
