@@ -107,7 +107,7 @@ def make_processors(
     g = generation
     made: list[Any] = []
     if g.repetition_penalty != 1.0:
-        made.append(RepetitionPenaltyLogitsProcessor(g.repetition_penalty))
+        made.append(RepetitionPenaltyLogitsProcessor(float(g.repetition_penalty)))
     if g.presence_penalty or g.frequency_penalty:
         made.append(OpenAIPenalties(g.presence_penalty, g.frequency_penalty, prompt_tokens))
     if g.no_repeat_ngram:
@@ -129,15 +129,15 @@ def make_processors(
 def _warpers(g: SamplingParams) -> list[Any]:
     warpers: list[Any] = []
     if g.temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(g.temperature))
+        warpers.append(TemperatureLogitsWarper(float(g.temperature)))
     if g.top_k:
         warpers.append(TopKLogitsWarper(g.top_k))
     if g.top_p < 1.0:
-        warpers.append(TopP(g.top_p))
+        warpers.append(TopP(float(g.top_p)))
     if g.min_p:
-        warpers.append(MinPLogitsWarper(g.min_p))
+        warpers.append(MinPLogitsWarper(float(g.min_p)))
     if g.typical_p < 1.0:
-        warpers.append(TypicalLogitsWarper(g.typical_p))
+        warpers.append(TypicalLogitsWarper(float(g.typical_p)))
     return warpers
 
 

@@ -137,3 +137,10 @@ def test_an_error_of_a_callback_arrives_with_its_type_and_harms_no_other_request
     assert {other.finish().token_ids for other in others} == {
         tiny_engine.generate(prompt, SamplingParams(max_tokens=16)).token_ids
     }
+
+
+def test_integers_are_taken_for_numbers(tiny_engine: Engine) -> None:
+    prompt = tiny_engine.encode("the garden")
+    for name in ("temperature", "repetition_penalty"):
+        whole, number = (SamplingParams(max_tokens=4, seed=1, **{name: value}) for value in (2, 2.0))  # type: ignore[arg-type]
+        assert tiny_engine.generate(prompt, whole).token_ids == tiny_engine.generate(prompt, number).token_ids
