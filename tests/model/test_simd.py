@@ -9,7 +9,7 @@ import pytest
 from numba import config as numba_config
 from numba import njit
 
-from reader_rag.model.cpu import attention
+from reader_rag.model.cpu import attention_sums
 from reader_rag.model.cpu import simd as lanes
 from reader_rag.model.cpu.simd import LANES
 
@@ -36,7 +36,7 @@ def _combined(rows: Any, out: Any) -> None:
 @njit
 def _exponentials(values: Any, out: Any) -> None:
     for j in range(0, values.shape[1], LANES):
-        lanes.store(out, 0, j, attention._exponential(lanes.load(values, 0, j)))
+        lanes.store(out, 0, j, attention_sums.exponential(lanes.load(values, 0, j)))
 
 
 @njit
