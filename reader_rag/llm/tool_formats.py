@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Self
 from llama_index.core.llms.utils import parse_partial_json
 
 from reader_rag.config.grammar import Grammar
-from reader_rag.sampling.constrained import enforceable_schema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -241,6 +240,8 @@ def _quoted(text: str) -> str:
 
 def _arguments(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments: an object, with the properties that it names only unless it says otherwise."""
+    from reader_rag.sampling.constrained import enforceable_schema  # it imports torch, before which threads are set
+
     schema = {"type": "object", "properties": {}, **schema} if "$ref" not in schema else dict(schema)
     return enforceable_schema(_closed(schema), f"tool {name!r}")
 

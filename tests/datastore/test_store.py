@@ -191,7 +191,7 @@ def test_threads_search_while_one_adds_and_removes(tmp_path: Path) -> None:
 
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "datastore.md").read_text()
-    [block] = re.findall(r"```python\n(from reader_rag.datastore.*?)```", page, re.DOTALL)
+    [block] = re.findall(r"```python\n(from reader_rag import Datastore\b.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(block, names)

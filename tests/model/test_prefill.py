@@ -16,6 +16,7 @@ from torch import nn
 from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.model import target as step
+from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape, chunk_size
 from reader_rag.model.interface import Step, prefill
 from reader_rag.model.quantization.loader import load_int8
@@ -183,6 +184,7 @@ def test_chunks_in_the_compiled_loops_are_as_short_as_their_time_says_and_change
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("reader_rag.model.compiled.forward.slow_products", lambda: True)
+    monkeypatch.setattr(CpuForward, "chunk", 64)
     target, text = Target(make_model("Llama").to(torch.bfloat16)), random_tokens(5, 200, VOCABULARY)
     assert target.cpu is not None
 

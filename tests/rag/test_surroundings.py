@@ -97,7 +97,7 @@ def test_the_calls_of_an_engine_search_the_passages_and_their_surroundings(
     asyncio.run(query.aquery("cat part 2"))
     make_chat_engine(store, llm, embedding, top_k=1).chat("cat part 2")
     searched = [[passage.id for passage in call.passages] for call in engine.calls]
-    assert searched == [["cat2", "cat1", "cat3", "cat0", "cat4", "context"]] * 3
+    assert searched == [["cat2", "cat1", "cat3", "cat0", "cat4"]] * 3
 
 
 def test_an_llm_without_with_sources_is_used_unchanged(store: FaissStore, embedding: SizedEmbedding) -> None:

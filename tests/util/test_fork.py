@@ -52,12 +52,12 @@ def test_a_child_of_a_process_with_an_engine_gets_an_error(
     engine = Engine(tiny_model, tiny_tokenizer)
     prompt, params = engine.encode("the garden"), SamplingParams(max_tokens=4)
     expected = engine.generate(prompt, params).token_ids
-    engine.close()
     message = "ForkError: this process was forked after a model was loaded"
     assert in_child(lambda: engine.generate(prompt, params)).startswith(message)
     assert in_child(lambda: Engine(tiny_model, tiny_tokenizer)).startswith(message)
     assert in_child(lambda: Engine.load("smollm2-135m")).startswith(message)
     assert engine.generate(prompt, params).token_ids == expected
+    engine.close()
 
 
 def test_a_child_of_a_process_that_sorted_a_datastore_gets_an_error(tmp_path: Path) -> None:

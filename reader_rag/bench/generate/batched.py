@@ -194,7 +194,6 @@ def compare_batch(
         raise ConfigError(f"unknown method {', '.join(unknown)} for a batch; there are {', '.join(known)}")
     if "hf" in chosen and any(task.forced is not None or task.generation.temperature > 0 for _, task in tasks):
         raise ConfigError("hf cannot replay a trace or sample in batches: use --methods plain,reader only")
-    engine.close()
     engine.scheduler.limits = BatchConfig(max_rows=batch)
     groups = [tasks[first : first + _GROUP * batch] for first in range(0, len(tasks), _GROUP * batch)]
     for name in chosen:
@@ -205,5 +204,4 @@ def compare_batch(
         for name in chosen:
             progress(f"batch {batch}: group {number}/{len(groups)} {name}")
             measured[name].add(partial(known[name], engine, [task for _, task in group]), memory)
-    engine.close()
     return make_report(engine, [task_id for task_id, _ in tasks], measured, {name: name for name in chosen}, batch)
