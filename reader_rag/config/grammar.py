@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from reader_rag.errors import ConfigError
@@ -132,3 +133,8 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
     return schema
+
+
+def grammars_available() -> bool:
+    """Whether llguidance is installed, which follows grammars; nothing is imported."""
+    return find_spec("llguidance") is not None

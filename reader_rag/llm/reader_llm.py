@@ -24,6 +24,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.schema import BaseNode, NodeWithScore
 
 from reader_rag.config import DraftConfig, EngineConfig, checked_tenant
+from reader_rag.config.grammar import grammars_available
 from reader_rag.config.setting import settings_of, unknown_argument
 from reader_rag.config.threads import threads_configured
 from reader_rag.engine.outputs import Passage
@@ -36,7 +37,6 @@ from reader_rag.llm.settings import (
     settings_of_engine,
 )
 from reader_rag.llm.synthesis_citations import register
-from reader_rag.sampling.constrained import grammars_available
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

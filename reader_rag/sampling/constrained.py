@@ -12,7 +12,6 @@ import re
 import threading
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -97,11 +96,6 @@ def _without_patterns(schema: Any) -> Any:
         return schema
     text = schema.get("type") == "string"
     return {key: _without_patterns(part) for key, part in schema.items() if not (text and key == "pattern")}
-
-
-def grammars_available() -> bool:
-    """Whether llguidance is installed; nothing is imported."""
-    return find_spec("llguidance") is not None
 
 
 class GrammarCompiler:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import Environment, TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from reader_rag.errors import ConfigError
 from reader_rag.util.bounded_call import BoundExceeded, bounded_call
 from reader_rag.util.one_line import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ResultT = TypeVar("ResultT")
 
