@@ -412,17 +412,3 @@ class TestRealModel:
             if not calls_of(llm, answer):
                 free = llm.chat(as_text([user(question)], specs))
                 assert answer.message.content == free.message.content
-
-    def test_ten_of_ten_agents_end_with_an_answer(self, real_engine: Engine) -> None:
-        llm = ReaderLLM.from_engine(real_engine, max_tokens=64)
-
-        async def run(number: int) -> Any:
-            first = "now" if number % 2 else None
-            agent = FunctionAgent(tools=TOOLS, llm=llm, system_prompt="Be brief.", initial_tool_choice=first)
-            return await AgentWorkflow(agents=[agent]).run(user_msg=self.QUESTIONS[number % 5], max_iterations=5)
-
-        for number in range(10):
-            output = asyncio.run(run(number))
-            assert output.response.content
-            assert not [block for block in output.response.blocks if isinstance(block, ToolCallBlock)]
-            assert len(output.tool_calls) >= number % 2
