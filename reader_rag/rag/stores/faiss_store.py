@@ -29,7 +29,8 @@ from reader_rag.rag.stores.contract import DocumentStore
 from reader_rag.rag.stores.flat_index import FlatIndex
 from reader_rag.rag.stores.identity import identity_of, unit_vectors
 from reader_rag.rag.stores.records import DocumentRecord, TenantSize
-from reader_rag.rag.stores.sqlite_file import NodeRow, StoreFile
+from reader_rag.rag.stores.sqlite_file import StoreFile
+from reader_rag.rag.stores.sqlite_rows import NodeRow
 from reader_rag.rag.stores.tenant_index import IndexChange, TenantIndexes
 
 
@@ -177,12 +178,12 @@ class FaissStore(DocumentStore):
     def documents(self) -> list[DocumentRecord]:
         """Files that were ingested for the tenant, in path order."""
         with self._indexes.reading(self._tenant):
-            return self._file.documents(self._tenant)
+            return self._file.rows.documents(self._tenant)
 
     def tenants(self) -> list[TenantSize]:
         """The size of every tenant that has documents or nodes, by name. For the operator of the store."""
         with self._indexes.reading(self._tenant):
-            return self._file.tenants()
+            return self._file.rows.tenants()
 
     def close(self) -> None:
         """Release the file; neither the store nor its copies for tenants can be used afterwards."""
@@ -214,12 +215,12 @@ class FaissStore(DocumentStore):
             if index is not None:
                 old.update(index.select(doc_ids=documents))
                 old.update(index.select(node_ids=[row.node_id for row in rows]))
-            self._file.delete_nodes(self._tenant, old)
-            self._file.drop_documents(self._tenant, removed)
-            self._file.put_documents(self._tenant, records)
+            self._file.rows.delete_nodes(self._tenant, old)
+            self._file.rows.drop_documents(self._tenant, removed)
+            self._file.rows.put_documents(self._tenant, records)
             if rows:
                 self._indexes.write_identity(vectors.shape[1])
-            added = [replace(row, id=self._file.insert_node(self._tenant, row)) for row in rows]
+            added = [replace(row, id=self._file.rows.insert_node(self._tenant, row)) for row in rows]
             return sorted(old), added
 
         self._indexes.write(self._tenant, change)
@@ -319,7 +320,7 @@ class FaissStore(DocumentStore):
     def _delete_nodes(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
         def change(index: FlatIndex | None, dimension: int | None) -> IndexChange:
             ids = index.select(node_ids=node_ids, filters=filters) if index is not None else []
-            self._file.delete_nodes(self._tenant, ids)
+            self._file.rows.delete_nodes(self._tenant, ids)
             return ids, ()
 
         self._indexes.write(self._tenant, change)
@@ -328,7 +329,7 @@ class FaissStore(DocumentStore):
         with self._file.decoding("a node"):
             return [
                 metadata_dict_to_node({"_node_type": node_type, "_node_content": node})
-                for node_type, node in self._file.node_texts(self._tenant, ids)
+                for node_type, node in self._file.rows.node_texts(self._tenant, ids)
             ]
 
     @property

@@ -1,22 +1,16 @@
 """The SQLite file of a `FaissStore`: vectors and documents change in one transaction.
 
-Every row of documents and nodes belongs to a tenant, and every statement on them names the tenant, so no call reads or
-changes another tenant's rows. A killed process or a full disk leaves the last commit: SQLite's rollback journal undoes
-a partial write when the file is opened next. All functions raise `reader_rag.errors.StoreError`, never
-`sqlite3.Error`.
+A killed process or a full disk leaves the last commit: SQLite's rollback journal undoes a partial write when the file
+is opened next. All functions raise `reader_rag.errors.StoreError`, never `sqlite3.Error`. `sqlite_rows` has the
+statements on the rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from reader_rag.errors import (
     StoreBusyError,
@@ -27,45 +21,15 @@ from reader_rag.errors import (
     StoreWriteError,
 )
 from reader_rag.rag.stores import sqlite_schema as schema
-from reader_rag.rag.stores.records import DocumentRecord, TenantSize
+from reader_rag.rag.stores.sqlite_rows import StoreRows
 from reader_rag.util.files import atomic_path
 
 FILE_NAME = "store.sqlite3"
 APPLICATION_ID, FORMAT_VERSION = schema.APPLICATION_ID, schema.FORMAT_VERSION
-_META_CRC = "checksum"
 _BUSY_TIMEOUT_S = 5.0
+_REMEDY = "restore it from a backup, or delete it and ingest your documents again"
 _NOT_A_DATABASE = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-
-
-@dataclass(frozen=True)
-class NodeRow:
-    """A row of the table `nodes`.
-
-    Attributes:
-        node_id: Id of the node.
-        ref_doc_id: Id of the node's document; None if it has none.
-        node_type: LlamaIndex's name of the node's class.
-        node: The node as JSON.
-        vector: float32 [dimension], of length 1.
-        id: Primary key; 0 before the row is written.
-    """
-
-    node_id: str
-    ref_doc_id: str | None
-    node_type: str
-    node: str
-    vector: NDArray[np.float32]
-    id: int = 0
-
-    def crc(self, tenant: str) -> int:
-        """Checksum of the row, in which the tenant is a column."""
-        return schema.checksum(tenant, self.node_id, self.ref_doc_id, self.node_type, self.node, self.blob)
-
-    @property
-    def blob(self) -> bytes:
-        """The vector as stored: float32, little endian."""
-        return self.vector.astype("<f4").tobytes()
 
 
 class StoreFile:
@@ -74,11 +38,16 @@ class StoreFile:
     Args:
         database: An open connection in autocommit mode.
         path: The file; None in memory.
+
+    Attributes:
+        path: The file; None in memory.
+        rows: What the file holds. Use it inside `reading` or `writing`.
     """
 
     def __init__(self, database: sqlite3.Connection, path: Path | None) -> None:
         self._database = database
         self.path = path
+        self.rows = StoreRows(database, self._damaged)
         with self._store_errors(writing=False):
             # What a schema contains is not trusted: no function that it calls may have effects.
             database.execute("PRAGMA trusted_schema = OFF")
@@ -203,146 +172,6 @@ class StoreFile:
         """A number that changes when another connection has committed; read it inside `reading` or `writing`."""
         return int(self._database.execute("PRAGMA data_version").fetchone()[0])
 
-    def meta(self) -> dict[str, str]:
-        """The identity of the embedding model that made the store; empty before the first vector is stored.
-
-        Raises:
-            StoreCorruptError: It is damaged.
-        """
-        facts: dict[str, str] = dict(self._database.execute("SELECT key, value FROM meta"))
-        crc = facts.pop(_META_CRC, None)
-        if (facts or crc is not None) and crc != _crc_of(facts):
-            raise self._damaged("its identity")
-        return facts
-
-    def set_meta(self, facts: dict[str, str]) -> None:
-        """Replace the identity of the embedding model.
-
-        Args:
-            facts: Keys and values, from `identity.identity_of`.
-        """
-        self._database.execute("DELETE FROM meta")
-        if facts:
-            rows = facts | {_META_CRC: _crc_of(facts)}
-            self._database.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
-
-    def is_empty(self) -> bool:
-        """Whether there is neither a document nor a node of any tenant."""
-        query = "SELECT EXISTS (SELECT 1 FROM documents) OR EXISTS (SELECT 1 FROM nodes)"
-        return not self._database.execute(query).fetchone()[0]
-
-    def tenants(self) -> list[TenantSize]:
-        """The tenants that have documents or nodes, by name."""
-        rows = self._database.execute(
-            "SELECT tenant, (SELECT COUNT(*) FROM documents WHERE documents.tenant = tenants.tenant),"
-            " (SELECT COUNT(*) FROM nodes WHERE nodes.tenant = tenants.tenant) FROM"
-            " (SELECT tenant FROM documents UNION SELECT tenant FROM nodes) AS tenants ORDER BY tenant"
-        )
-        return [TenantSize(*row) for row in rows]
-
-    def version(self, tenant: str) -> str | None:
-        """The version of a tenant's rows, different after each change; None if the tenant never had rows.
-
-        Raises:
-            StoreCorruptError: The tenant's record is damaged.
-        """
-        row = self._tenant_row(tenant)
-        return None if row is None else str(row[0])
-
-    def _tenant_row(self, tenant: str) -> tuple[str, int] | None:
-        """Version and number of nodes of a tenant."""
-        query = "SELECT version, nodes, crc FROM tenants WHERE tenant = ?"
-        row = self._database.execute(query, (tenant,)).fetchone()
-        if row is None:
-            return None
-        version, nodes, crc = row
-        if crc != schema.checksum(tenant, version, nodes):
-            raise self._damaged("a tenant's record")
-        return version, nodes
-
-    def new_version(self, tenant: str) -> str:
-        """Give a tenant's rows a new version after a change, and return it."""
-        version = uuid.uuid4().hex
-        (nodes,) = self._database.execute("SELECT COUNT(*) FROM nodes WHERE tenant = ?", (tenant,)).fetchone()
-        row = (tenant, version, nodes, schema.checksum(tenant, version, nodes))
-        self._database.execute("INSERT OR REPLACE INTO tenants VALUES (?, ?, ?, ?)", row)
-        return version
-
-    def drop_tenant(self, tenant: str) -> None:
-        """Remove all rows of a tenant, its name included."""
-        for table in ("nodes", "documents", "tenants"):
-            self._database.execute(f"DELETE FROM {table} WHERE tenant = ?", (tenant,))
-
-    def documents(self, tenant: str) -> list[DocumentRecord]:
-        """A tenant's ingested files in path order.
-
-        Raises:
-            StoreCorruptError: A record is damaged.
-        """
-        records = []
-        query = "SELECT path, root, hash, crc FROM documents WHERE tenant = ? ORDER BY path"
-        for *fields, crc in self._database.execute(query, (tenant,)):
-            if crc != schema.checksum(tenant, *fields):
-                raise self._damaged("a document's record")
-            records.append(DocumentRecord(*fields))
-        return records
-
-    def put_documents(self, tenant: str, records: Iterable[DocumentRecord]) -> None:
-        """Add a tenant's records; those of the same path are replaced."""
-        rows = ((tenant, r.path, r.root, r.hash, schema.checksum(tenant, r.path, r.root, r.hash)) for r in records)
-        self._database.executemany("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?)", rows)
-
-    def drop_documents(self, tenant: str, paths: Iterable[str]) -> None:
-        """Remove a tenant's records; unknown paths are ignored."""
-        rows = ((tenant, path) for path in paths)
-        self._database.executemany("DELETE FROM documents WHERE tenant = ? AND path = ?", rows)
-
-    def nodes(self, tenant: str) -> Iterator[NodeRow]:
-        """A tenant's nodes in id order, each verified by its checksum.
-
-        Raises:
-            StoreCorruptError: A node or its vector is damaged.
-        """
-        rows = self._database.execute(
-            "SELECT id, node_id, ref_doc_id, node_type, node, vector, crc FROM nodes WHERE tenant = ? ORDER BY id",
-            (tenant,),
-        )
-        count = 0
-        for id_, node_id, ref_doc_id, node_type, node, blob, crc in rows:
-            expected = schema.checksum(tenant, node_id, ref_doc_id, node_type, node, blob)
-            if crc != expected or not isinstance(blob, bytes):
-                raise self._damaged(f"node {node_id}")
-            count += 1
-            yield NodeRow(node_id, ref_doc_id, node_type, node, np.frombuffer(blob, dtype="<f4"), id_)
-        recorded = self._tenant_row(tenant)
-        if count != (0 if recorded is None else recorded[1]):
-            raise self._damaged("the list of a tenant's nodes")
-
-    def node_texts(self, tenant: str, ids: Sequence[int]) -> list[tuple[str, str]]:
-        """(node type, node JSON) of each of a tenant's ids, in the order given."""
-        query = "SELECT node_id, ref_doc_id, node_type, node, vector, crc FROM nodes WHERE id = ? AND tenant = ?"
-        texts = []
-        for id_ in ids:
-            row = self._database.execute(query, (id_, tenant)).fetchone()
-            if row is None or row[-1] != schema.checksum(tenant, *row[:-1]):
-                raise self._damaged("a node")
-            texts.append((row[2], row[3]))
-        return texts
-
-    def insert_node(self, tenant: str, row: NodeRow) -> int:
-        """Insert a tenant's node and return its id, larger than any id before."""
-        cursor = self._database.execute(
-            "INSERT INTO nodes (tenant, node_id, ref_doc_id, node_type, node, vector, crc)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (tenant, row.node_id, row.ref_doc_id, row.node_type, row.node, row.blob, row.crc(tenant)),
-        )
-        return int(cursor.lastrowid or 0)
-
-    def delete_nodes(self, tenant: str, ids: Iterable[int]) -> None:
-        """Remove nodes of a tenant; their ids are not used again."""
-        rows = ((id_, tenant) for id_ in ids)
-        self._database.executemany("DELETE FROM nodes WHERE id = ? AND tenant = ?", rows)
-
     def copy_to(self, folder: Path) -> None:
         """Write a copy of the last commit into another folder; a store that is there is replaced.
 
@@ -384,7 +213,7 @@ class StoreFile:
             result = self._pragma("integrity_check(1)")
             if result != "ok":
                 raise StoreCorruptError(f"{self.path} is damaged ({str(result).splitlines()[-1]}); {_REMEDY}")
-            if version == FORMAT_VERSION and not self.meta() and not self.is_empty():
+            if version == FORMAT_VERSION and not self.rows.meta() and not self.rows.is_empty():
                 raise self._damaged("its identity")
             return version
 
@@ -395,7 +224,7 @@ class StoreFile:
             if version < FORMAT_VERSION:  # else another process has migrated it
                 if not schema.migrate(self._database, version):
                     raise self._damaged("a node")
-                self.set_meta(dict(self._database.execute("SELECT key, value FROM meta")))
+                self.rows.set_meta(dict(self._database.execute("SELECT key, value FROM meta")))
 
     @contextlib.contextmanager
     def decoding(self, what: str) -> Iterator[None]:
@@ -445,14 +274,6 @@ class StoreFile:
                 "what was stored before is intact: make room or check permissions, then run the command again"
             )
         return StoreError(f"{self.path or 'the store'} could not be read ({error}); check the disk and permissions")
-
-
-def _crc_of(facts: dict[str, str]) -> str:
-    """Checksum of the identity of an embedding model."""
-    return str(schema.checksum(*(part for fact in sorted(facts.items()) for part in fact)))
-
-
-_REMEDY = "restore it from a backup, or delete it and ingest your documents again"
 
 
 def _publish_empty(folder: Path) -> None:

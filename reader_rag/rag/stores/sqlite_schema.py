@@ -13,8 +13,24 @@ APPLICATION_ID = 0x52526167  # "RRag"; distinguishes a store from other SQLite d
 FORMAT_VERSION = 3
 
 _META = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
-_TABLES = (
-    # `version` is a new random value after each change of the tenant's rows, `nodes` their number in the table `nodes`.
+# Since format 2. `vector` is float32, little endian, of length 1; `crc` is of all other columns but `id`, and in
+# format 2 of `node` and `vector` only.
+_NODES = (
+    """CREATE TABLE nodes (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, also after a delete
+    tenant TEXT NOT NULL,
+    node_id TEXT NOT NULL,
+    ref_doc_id TEXT,
+    node_type TEXT NOT NULL,
+    node TEXT NOT NULL,
+    vector BLOB NOT NULL,
+    crc INTEGER NOT NULL,
+    UNIQUE (tenant, node_id)
+)""",
+    "CREATE INDEX nodes_by_tenant ON nodes (tenant)",
+)
+# `version` is a new random value after each change of the tenant's rows, `nodes` their number in the table `nodes`.
+_TENANTS_AND_DOCUMENTS = (
     """CREATE TABLE tenants (
     tenant TEXT PRIMARY KEY,
     version TEXT NOT NULL,
@@ -29,20 +45,9 @@ _TABLES = (
     crc INTEGER NOT NULL,
     PRIMARY KEY (tenant, path)
 ) WITHOUT ROWID""",
-    """CREATE TABLE nodes (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, also after a delete
-    tenant TEXT NOT NULL,
-    node_id TEXT NOT NULL,
-    ref_doc_id TEXT,
-    node_type TEXT NOT NULL,
-    node TEXT NOT NULL,
-    vector BLOB NOT NULL,                  -- float32, little endian, length 1
-    crc INTEGER NOT NULL,                  -- of all columns but id
-    UNIQUE (tenant, node_id)
-)""",
-    "CREATE INDEX nodes_by_tenant ON nodes (tenant)",
 )
-# Format 2 had checksums of node and vector only.
+_TABLES = (*_TENANTS_AND_DOCUMENTS, *_NODES)
+# Format 2 had no checksums of tenants and documents.
 _TABLES_2 = (
     "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, version TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE documents (
@@ -52,18 +57,7 @@ _TABLES_2 = (
     hash TEXT NOT NULL,
     PRIMARY KEY (tenant, path)
 ) WITHOUT ROWID""",
-    """CREATE TABLE nodes (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice, also after a delete
-    tenant TEXT NOT NULL,
-    node_id TEXT NOT NULL,
-    ref_doc_id TEXT,
-    node_type TEXT NOT NULL,
-    node TEXT NOT NULL,
-    vector BLOB NOT NULL,                  -- float32, little endian, length 1
-    crc INTEGER NOT NULL,                  -- of node and vector
-    UNIQUE (tenant, node_id)
-)""",
-    "CREATE INDEX nodes_by_tenant ON nodes (tenant)",
+    *_NODES,
 )
 _TABLES_1 = (
     "CREATE TABLE documents (path TEXT PRIMARY KEY, root TEXT NOT NULL, hash TEXT NOT NULL) WITHOUT ROWID",
@@ -96,18 +90,14 @@ _FROM_FORMAT_1 = (
     "DROP TABLE nodes_1",
 )
 _FROM_FORMAT_2 = (
-    "DROP INDEX nodes_by_tenant",
-    *(f"ALTER TABLE {table} RENAME TO {table}_2" for table in ("tenants", "documents", "nodes")),
-    *_TABLES,
+    *(f"ALTER TABLE {table} RENAME TO {table}_2" for table in ("tenants", "documents")),
+    *_TENANTS_AND_DOCUMENTS,
     """INSERT INTO tenants SELECT tenant, version, nodes, checksum(tenant, version, nodes) FROM
-    (SELECT tenant, version, (SELECT COUNT(*) FROM nodes_2 WHERE nodes_2.tenant = tenants_2.tenant) AS nodes
+    (SELECT tenant, version, (SELECT COUNT(*) FROM nodes WHERE nodes.tenant = tenants_2.tenant) AS nodes
     FROM tenants_2)""",
     "INSERT INTO documents SELECT tenant, path, root, hash, checksum(tenant, path, root, hash) FROM documents_2",
-    """INSERT INTO nodes SELECT id, tenant, node_id, ref_doc_id, node_type, node, vector,
-    checksum(tenant, node_id, ref_doc_id, node_type, node, vector) FROM nodes_2 ORDER BY id""",
-    "DELETE FROM sqlite_sequence WHERE name = 'nodes'",
-    "UPDATE sqlite_sequence SET name = 'nodes' WHERE name = 'nodes_2'",
-    *(f"DROP TABLE {table}_2" for table in ("tenants", "documents", "nodes")),
+    "UPDATE nodes SET crc = checksum(tenant, node_id, ref_doc_id, node_type, node, vector)",
+    *(f"DROP TABLE {table}_2" for table in ("tenants", "documents")),
     "PRAGMA user_version = 3",
 )
 _SPACE = re.compile(r"--[^\n]*\n|\s+|[\"`]")

@@ -16,7 +16,8 @@ import numpy as np
 
 from reader_rag.rag.stores.flat_index import Entry, FlatIndex
 from reader_rag.rag.stores.identity import require_same_model
-from reader_rag.rag.stores.sqlite_file import NodeRow, StoreFile
+from reader_rag.rag.stores.sqlite_file import StoreFile
+from reader_rag.rag.stores.sqlite_rows import NodeRow
 
 IndexChange = tuple[Sequence[int], Sequence[NodeRow]]
 """Ids that were removed from a tenant's nodes, and rows that were added to them."""
@@ -98,7 +99,7 @@ class TenantIndexes:
                 removed, added = change(index, self._dimension)
                 if not (removed or added):
                     return  # other changes, e.g. of document records, do not concern the index
-                version = self.file.new_version(tenant)
+                version = self.file.rows.new_version(tenant)
                 self.unload(tenant)  # if anything fails from here on, it is loaded from the disk again
             if index is None:
                 index = FlatIndex(len(added[0].vector))
@@ -118,9 +119,9 @@ class TenantIndexes:
         with self._lock, self.file.writing():
             self._read_meta()
             self.unload(tenant)
-            self.file.drop_tenant(tenant)
-            if self.file.is_empty():
-                self.file.set_meta({})
+            self.file.rows.drop_tenant(tenant)
+            if self.file.rows.is_empty():
+                self.file.rows.set_meta({})
 
     def write_identity(self, dimension: int) -> None:
         """Record the embedding model, unless the file has a record of one. Call it inside a `change`.
@@ -129,7 +130,7 @@ class TenantIndexes:
             dimension: Length of the vectors.
         """
         if self._dimension is None:
-            self.file.set_meta(self._identity | {"dimension": str(dimension)})
+            self.file.rows.set_meta(self._identity | {"dimension": str(dimension)})
 
     def dimension(self) -> int | None:
         """Length of the store's vectors; None before the first was stored."""
@@ -161,7 +162,7 @@ class TenantIndexes:
     def _index_of(self, tenant: str) -> FlatIndex | None:
         """The tenant's index as of this transaction, loaded if it is not in memory or another process changed it."""
         self._read_meta()
-        version, dimension = self.file.version(tenant), self._dimension
+        version, dimension = self.file.rows.version(tenant), self._dimension
         loaded = self._loaded.get(tenant)
         if loaded is not None and (loaded.version, loaded.index.dimension) == (version, dimension):
             return loaded.index
@@ -170,7 +171,7 @@ class TenantIndexes:
             return None
         with self.file.decoding("a tenant's nodes"):
             index = FlatIndex(dimension)
-            _add(index, list(self.file.nodes(tenant)))
+            _add(index, list(self.file.rows.nodes(tenant)))
         self._loaded[tenant] = _LoadedIndex(version, index)
         return index
 
@@ -179,7 +180,7 @@ class TenantIndexes:
         if commit == self._meta_commit:
             return
         self._meta_commit = None
-        self._meta = self.file.meta()
+        self._meta = self.file.rows.meta()
         if self._identity and "dimension" in self._meta:
             with self.file.decoding("its identity"):
                 require_same_model(self._identity, self._meta)

@@ -63,7 +63,7 @@ def test_a_filter_that_compares_text_with_numbers_raises(store: FaissStore) -> N
 
 def test_ids_are_never_reused_after_deletes_and_reopening(tmp_path: Path, make_node: MakeNode) -> None:
     def numbers(store: FaissStore) -> list[int]:
-        return sorted(row.id for row in store._file.nodes(""))
+        return sorted(row.id for row in store._file.rows.nodes(""))
 
     with FaissStore(tmp_path) as store:
         store.add([make_node("a", [1.0, 0.0]), make_node("b", [1.0, 0.0])])
