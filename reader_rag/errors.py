@@ -159,3 +159,7 @@ class DatastoreWriteError(DatastoreError):
 
 class IngestError(ReaderError):
     """There is nothing to ingest, or an input cannot be read."""
+
+
+class ServeError(ReaderError):
+    """The HTTP service cannot start: a port is taken, a file of keys cannot be used."""

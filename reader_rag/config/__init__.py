@@ -11,6 +11,7 @@ from reader_rag.config.engine import EngineConfig, Exactness, Forward, LoadConfi
 from reader_rag.config.grammar import Grammar
 from reader_rag.config.reading import ReadLimits
 from reader_rag.config.sampling import SamplingParams
+from reader_rag.config.server import ServerConfig
 from reader_rag.config.setting import Setting, Settings, settings_of, unknown_argument
 from reader_rag.config.tenant import checked_tenant
 
@@ -27,6 +28,7 @@ __all__ = [
     "Quantization",
     "ReadLimits",
     "SamplingParams",
+    "ServerConfig",
     "Setting",
     "Settings",
     "checked_tenant",

@@ -1,0 +1,95 @@
+"""`create_app`: the service as an ASGI app."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from reader_rag import __version__
+from reader_rag.server import health
+from reader_rag.server.access import AccessChecks
+from reader_rag.server.errors import ErrorBody, add_handlers
+from reader_rag.server.limits import BodyLimits, SafeHeaders
+from reader_rag.server.metrics import CountRequests, ServiceMetrics
+from reader_rag.server.service import Service
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is refused."},
+    "5XX": {"model": ErrorBody, "description": "The service cannot answer now."},
+}
+
+
+def _routers() -> Iterator[APIRouter]:
+    """The routers of all parts of the service."""
+    yield health.router
+
+
+def create_app(service: Service) -> FastAPI:
+    """The service as an ASGI app.
+
+    Args:
+        service: What the routes use. Closing it is the caller's.
+    """
+    metrics = ServiceMetrics(service.engine)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        metrics.observe()
+        try:
+            yield
+        finally:
+            app.state.closing = True
+            metrics.close()
+
+    app = FastAPI(
+        title="reader-rag",
+        version=__version__,
+        summary="Answers from your documents, with the characters that were copied from them.",
+        docs_url=None,  # it loads scripts from another host
+        redoc_url=None,
+        lifespan=lifespan,
+        responses=_ERRORS,
+    )
+    app.state.service = service
+    app.state.metrics = metrics
+    app.state.closing = False
+    for router in _routers():
+        app.include_router(router)
+    add_handlers(app)
+    _describe(app)
+    # The last one added is the first that a request meets.
+    app.add_middleware(BodyLimits, config=service.config)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(service.config.cors_origins),
+        allow_methods=["GET", "POST", "PUT", "DELETE"],
+        allow_headers=["Authorization", "Content-Type"],
+    )
+    app.add_middleware(AccessChecks, config=service.config, keys=service.keys, tenant=service.tenant)
+    app.add_middleware(SafeHeaders)
+    app.add_middleware(CountRequests, metrics=metrics)
+    return app
+
+
+def _describe(app: FastAPI) -> None:
+    """Have the OpenAPI description say that invalid requests are answered with 400 in the one form of errors."""
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = described()
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for unused in ("HTTPValidationError", "ValidationError"):
+                schema.get("components", {}).get("schemas", {}).pop(unused, None)
+            schema.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{}, {"key": []}]
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

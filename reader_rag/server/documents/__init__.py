@@ -1,0 +1,1 @@
+"""Documents over HTTP: uploads, ingestion in the background, texts, deletion with undo."""
