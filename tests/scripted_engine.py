@@ -49,6 +49,7 @@ class Call:
     recall: bool = True
     logits_processor: tuple[Any, ...] = ()
     stopping_criteria: tuple[Any, ...] = ()
+    prediction: str = ""
 
 
 @dataclass
@@ -95,11 +96,12 @@ class ScriptedEngine:
         recall: bool = True,
         logits_processor: Sequence[Any] = (),
         stopping_criteria: Sequence[Any] = (),
+        prediction: str = "",
     ) -> ScriptedStream:
         if len(prompt.token_ids) > self.context_window:
             raise PromptError("the prompt is longer than the context window")
         given = (tuple(logits_processor), tuple(stopping_criteria))
-        self.calls.append(Call(prompt, generation, tuple(passages), tenant, draft, recall, *given))
+        self.calls.append(Call(prompt, generation, tuple(passages), tenant, draft, recall, *given, prediction))
         self.streams.append(ScriptedStream(self, prompt, generation))
         return self.streams[-1]
 

@@ -16,8 +16,8 @@ _MAX_LOGPROBS = 100
 class SamplingParams(Settings):
     """The sampling parameters of a request: length, stop strings, sampling, grammar, log-probabilities.
 
-    Tokens are chosen as `transformers` chooses them: first the logits processors (penalties and bans, in the order of
-    `sampling.logits_processors`), then temperature, top-k, top-p, min-p and typical-p.
+    Tokens are chosen as `transformers` chooses them: first the logits processors (biases, penalties and bans, in the
+    order of `sampling.logits_processors`), then temperature, top-k, top-p, min-p and typical-p.
     """
 
     max_tokens: int = setting(256, "Most tokens to emit.", ge=1)
@@ -75,6 +75,12 @@ class SamplingParams(Settings):
         0, "No end-of-sequence token comes before this many tokens, unless a logits processor of yours forces it.", ge=0
     )
     bad_words: tuple[str, ...] = setting((), "Words that do not occur in their usual tokens, alone or after a space.")
+    logit_bias: dict[int, float] | None = setting(
+        None,
+        "Added to the logits of these token ids, before penalties, as OpenAI defines it: -100 bans a token.",
+        ge=-100.0,
+        le=100.0,
+    )
     suppress_tokens: tuple[int, ...] = setting((), "Token ids that do not occur.", ge=0)
     grammar: Grammar | None = setting(None, "The grammar of the answer; see docs/grammar.md.")
     ignore_eos: bool = setting(False, "Whether to go on after the end-of-sequence token (for benchmarks).")

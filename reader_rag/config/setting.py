@@ -112,8 +112,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (annotation, about) in _fields(type(self)).items():
             value = getattr(self, name)
-            if isinstance(value, list):
-                value = tuple(value)
+            if isinstance(value, (list, dict)):
+                value = tuple(value) if isinstance(value, list) else dict(value)
                 object.__setattr__(self, name, value)
             if not _fits(value, annotation, about):
                 raise ConfigError(f"{name} must be {_expected(annotation, about)}, not {_shown(value)}")
@@ -171,6 +171,10 @@ def _fits(value: Any, annotation: Any, about: Setting) -> bool:
         return isinstance(value, str) and value in arguments
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(each, arguments[0], about) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _fits(key, arguments[0], _NOT_NEGATIVE) and _fits(each, arguments[1], about) for key, each in value.items()
+        )
     if annotation is int:
         return isinstance(value, Integral) and not isinstance(value, bool) and about.holds(int(value))
     if annotation is float:
@@ -189,6 +193,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
 
 
+_NOT_NEGATIVE = Setting("A token id.", ge=0)
 _LONGEST_VALUE = 200
 _NAMES = {int: "an integer", float: "a number", str: "a string that is not empty", bool: "True or False"}
 
@@ -203,6 +208,8 @@ def _expected(annotation: Any, about: Setting) -> str:
     if origin is tuple:
         strings = "a tuple of strings" if about.may_be_empty else "a tuple of strings that are not empty"
         return {int: "a tuple of token ids", str: strings}[arguments[0]]
+    if origin is dict:
+        return f"a dictionary of token ids and numbers {about.range}".rstrip()
     if annotation in (int, float) and about.range:
         return f"{_NAMES[annotation]} {about.range}" if about.range.startswith("(") else about.range
     return "None" if annotation is type(None) else _NAMES.get(annotation, f"a {annotation.__name__}")

@@ -225,19 +225,22 @@ class ContextIndex:
         sequence.size += count
         own.count, others.count = followed, passage_followed
 
-    def add_passage(self, passage_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> None:
+    def add_passage(self, passage_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> int | None:
         """Add a text that the prompt does not contain; the oldest ones are dropped where the bound is exceeded.
 
         Args:
             passage_id: The id that `locate` returns.
             tokens: int token ids; of a text longer than the bound, the first part is kept.
 
+        Returns:
+            Where it begins in `passages`, until another one is added; None: nothing of it is kept.
+
         Raises:
             ValueError: A token id is negative.
         """
         new = _token_array(tokens)[: max(self._max_passage_tokens - 1, 0)]
         if not len(new):
-            return
+            return None
         self._added.append((passage_id, new))
         held = self._passages.size + len(new) + 1
         dropped = 0
@@ -254,6 +257,7 @@ class ContextIndex:
         self._passage_matches.reset()
         for length in range(max(len(self) - _LOOK_BACK, 0) + 1, len(self) + 1):
             self._passage_matches.advance(self._passages, self._sequence, length)
+        return self._added_starts[-1]
 
     def mark_passage(self, passage_id: str, start: int, stop: int) -> None:
         """Mark tokens of the sequence as (part of) a passage. Where marks overlap, the first one counts.
@@ -270,12 +274,13 @@ class ContextIndex:
             raise ValueError(f"no tokens {start}..{stop} in a sequence of {len(self)}")
         self._marks.append((start, stop, passage_id))
 
-    def find_copy(self, token: int, min_match: int) -> tuple[int, int] | None:
+    def find_copy(self, token: int, min_match: int, passages_end: int | None = None) -> tuple[int, int] | None:
         """Find an occurrence of the sequence's end with a token behind it.
 
         Args:
             token: A token that may follow the sequence.
             min_match: Least match length before it, in tokens.
+            passages_end: End of the added passages that are searched, as a position in `passages`; None: all are.
 
         Returns:
             Source (0 sequence, 1 passages) and position of the token behind the longest match; None: there is none.
@@ -283,7 +288,7 @@ class ContextIndex:
         found = None
         for source, corpus, matches in (
             (0, self.sequence, self.sequence_matches),
-            (1, self.passages, self.passage_matches),
+            (1, self.passages[:passages_end], self.passage_matches),
         ):
             positions, lengths = matches[:, (matches[0] < len(corpus)) & (matches[1] >= min_match)]
             same = np.flatnonzero(corpus[positions] == token)

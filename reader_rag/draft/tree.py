@@ -13,8 +13,9 @@ from reader_rag.draft.kernels import tree as kernels
 
 Int32 = NDArray[np.int32]
 
-SOURCES = ("context", "passage", "datastore", "successor", "external")
-"""Source names by the code that `DraftTree.sources` holds."""
+SOURCES = ("context", "passage", "datastore", "successor", "external", "prediction")
+"""Source names by the code that `DraftTree.sources` holds. No node has the code of "prediction": a predicted answer is
+indexed as the last passage, and an engine knows its positions."""
 DATASTORE = 2
 """The code of nodes that were copied from the datastore."""
 SUCCESSOR = kernels.SUCCESSOR

@@ -125,7 +125,8 @@ class Stats:
         steps: Forward passes after the prefill, each emitting one token or more.
         drafted: Drafted nodes over all steps.
         accepted: Drafted nodes that were accepted.
-        accepted_by_source: Accepted nodes by source ("context", "passage", "datastore", "successor", "external").
+        accepted_by_source: Accepted nodes by source ("context", "passage", "datastore", "successor", "external",
+            "prediction").
         queue_s: Seconds from submission to admission to the batch.
         ttft_s: Seconds from admission to the first token, without the measurement of step costs that an engine makes
             once.
@@ -134,6 +135,8 @@ class Stats:
         draft_s: Seconds of `decode_s` spent proposing drafts.
         cache_bytes: Bytes of the KV cache.
         reused_tokens: Tokens of the prompt whose keys and values came from the prefix cache.
+        prediction_accepted: Tokens of the request's prediction that were accepted as draft nodes, each counted once.
+        prediction_rejected: The other tokens of the prediction.
     """
 
     prompt_tokens: int = 0
@@ -148,6 +151,8 @@ class Stats:
     draft_s: float = 0.0
     cache_bytes: int = 0
     reused_tokens: int = 0
+    prediction_accepted: int = 0
+    prediction_rejected: int = 0
 
     @property
     def tokens_per_step(self) -> float:

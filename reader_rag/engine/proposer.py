@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from reader_rag.draft.tree import DATASTORE, SOURCES, DraftTree
 from reader_rag.draft.tree_builder import NO_CANDIDATES, TreeBuilder
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.request import Request
+from reader_rag.engine.text.prediction import Prediction
 from reader_rag.engine.text.provenance import Provenance
 from reader_rag.errors import DatastoreError
 from reader_rag.sampling.topk import TopK, top_tokens
@@ -25,13 +27,29 @@ from reader_rag.sampling.topk import TopK, top_tokens
 _log = logging.getLogger(__name__)
 
 _LEAST_COPY = 3
-"""Tokens before one from the datastore that must match prompt or passages, for it to count as copied from there."""
+"""Tokens before one from datastore or prediction that must match prompt or passages, for it to count as copied from
+there."""
 
 _NONE = np.zeros(0, np.int32)
 
 
-def index_texts(context: DecodeContext, request: Request, max_tokens: int) -> tuple[ContextIndex, Provenance]:
-    """Index what a request may copy from: its prompt, its passages, and room for what it emits.
+@dataclass(frozen=True)
+class IndexedTexts:
+    """What a request may copy from.
+
+    Attributes:
+        index: Its draft index.
+        provenance: Records which passage and characters each token was copied from.
+        prediction: Its predicted answer in the index; None: it has none.
+    """
+
+    index: ContextIndex
+    provenance: Provenance
+    prediction: Prediction | None = None
+
+
+def index_texts(context: DecodeContext, request: Request, max_tokens: int) -> IndexedTexts:
+    """Index what a request may copy from: its prompt, its passages, its prediction, and room for what it emits.
 
     It takes time where passages are long, and uses nothing but the tokenizer: any thread may call it.
 
@@ -51,7 +69,8 @@ def index_texts(context: DecodeContext, request: Request, max_tokens: int) -> tu
         if passage.text.strip() and not provenance.mark(passage):
             text = context.tokenize(passage.text)
             provenance.add(passage, text.token_ids, text.offsets)
-    return index, provenance
+    prediction = Prediction(index, context.tokenize(request.prediction).token_ids) if request.prediction else None
+    return IndexedTexts(index, provenance, prediction)
 
 
 class Proposer:
@@ -61,19 +80,16 @@ class Proposer:
         context: The engine's.
         request: The request.
         draft: How drafts are made.
-        index: What it may copy from.
-        provenance: Which passage and characters each token was copied from.
+        texts: What it may copy from.
 
     Attributes:
-        index: As given.
-        provenance: As given.
+        index: The draft index of `texts`.
+        provenance: The provenance of `texts`.
+        prediction: The prediction of `texts`.
     """
 
-    def __init__(
-        self, context: DecodeContext, request: Request, draft: DraftConfig, index: ContextIndex, provenance: Provenance
-    ) -> None:
-        self.index = index
-        self.provenance = provenance
+    def __init__(self, context: DecodeContext, request: Request, draft: DraftConfig, texts: IndexedTexts) -> None:
+        self.index, self.provenance, self.prediction = texts.index, texts.provenance, texts.prediction
         state = context.draft_states.of(request.tenant, draft)
         lookup = context.lookup if request.recalls and draft.max_nodes and request.params.speculate else None
         self._builder = TreeBuilder(
@@ -87,7 +103,7 @@ class Proposer:
         )
         self._lookup = None if lookup is None else lookup.begin(request.tenant, request.prompt.token_ids)
         self._successors = state.successors if draft.max_successors else None
-        self._prompt = None if self._successors is None else PromptSuccessors(index, self._successors)
+        self._prompt = None if self._successors is None else PromptSuccessors(self.index, self._successors)
         self._max_nodes = draft.max_nodes
         self._tenant = request.tenant
         self._prompt_length = len(request.prompt.token_ids)
@@ -152,15 +168,18 @@ class Proposer:
             Accepted nodes by source.
         """
         sources: Counter[str] = Counter()
+        one_by_one = self._lookup is not None or self.prediction is not None
         for k, token in enumerate(emitted):
             if k < len(accepted):
                 sources[self._record(tree, accepted[k], token)] += 1
+                if self.prediction is not None:
+                    self.prediction.accept(token, k + 1)
             else:
                 self.provenance.undrafted(token)
-            if self._lookup is not None:  # the next token's place is found from the matches up to it
+            if one_by_one:  # the next token's place is found from the matches up to it
                 self._extend([token])
         self._builder.observe(emitted)
-        if self._lookup is None:
+        if not one_by_one:
             self._extend(emitted)
         if self._external:
             best, self._best = self._best, None
@@ -231,17 +250,23 @@ class Proposer:
         """Record where an accepted node came from; returns its source's name."""
         source, position = int(tree.sources[node]), int(tree.positions[node])
         if source == DATASTORE:
-            # An earlier answer may have copied it from what this prompt has, too.
-            place = self.index.find_copy(token, _LEAST_COPY)
-            if place is None:
-                self.provenance.undrafted(token)
-            else:
-                self.provenance.drafted(*place)
+            self._record_elsewhere(token)
             if self._lookup is not None:
                 self._lookup.accepted(position)
             return SOURCES[DATASTORE]
+        if self.prediction is not None and self.prediction.holds(source, position):
+            self._record_elsewhere(token)
+            return "prediction"
         if position < 0:  # it was not copied
             self.provenance.undrafted(token)
             return SOURCES[source]
         self.provenance.drafted(source, position)
         return SOURCES[source] if self.index.locate(source, position).passage_id is None else "passage"
+
+    def _record_elsewhere(self, token: int) -> None:
+        """Record a token from the datastore or the prediction, which may be a copy of what prompt or passages have."""
+        place = self.index.find_copy(token, _LEAST_COPY, None if self.prediction is None else self.prediction.start)
+        if place is None:
+            self.provenance.undrafted(token)
+        else:
+            self.provenance.drafted(*place)

@@ -17,6 +17,7 @@ from reader_rag.errors import ConfigError, PromptError
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
 from reader_rag.sampling.logits_processors import copy_processors, make_processors
 from reader_rag.sampling.sampler import CheckedSampler, Processor, Sampler, make_sampler
+from reader_rag.util.encodable import is_encodable
 from reader_rag.util.fork import check_not_forked
 
 StoppingCriterion = Callable[[torch.Tensor, None], Any]
@@ -39,6 +40,8 @@ class RequestOptions(TypedDict, total=False):
         recall: False leaves the datastore alone: it is not searched, and the answer is not kept there.
         draft_sources: Makers of draft sources (`reader_rag.draft.source`) that propose beside the built-in ones and the
             engine's own.
+        prediction: A predicted answer, which drafts are copied from. It is never cited, and nothing keeps it. It is the
+            newest text under the bound `DraftConfig.max_passage_tokens`.
     """
 
     tenant: str
@@ -48,6 +51,7 @@ class RequestOptions(TypedDict, total=False):
     sampler: Sampler | None
     recall: bool
     draft_sources: Sequence[SourceFactory]
+    prediction: str
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Request:
         recalls: Whether the engine's datastore is searched and may keep the answer.
         has_callbacks: Whether sampler, criteria or draft sources are code of the caller's.
         draft_sources: Sources of drafts besides the built-in ones, for this request alone.
+        prediction: A predicted answer; empty: none.
     """
 
     prompt: Prompt
@@ -79,6 +84,7 @@ class Request:
     recalls: bool = True
     has_callbacks: bool = False
     draft_sources: tuple[DraftSource, ...] = ()
+    prediction: str = ""
 
 
 class RequestBuilder:
@@ -113,6 +119,7 @@ class RequestBuilder:
         # A token id out of range ends the whole process on some devices, and all its answers.
         self.vocabulary = int(getattr(model.get_input_embeddings(), "num_embeddings", 0)) or width
         self._grammars = GrammarCompiler(tokenizer, width, self.eos_ids)
+        self._width = width
         self._tokenizer = tokenizer
         self._name = name
         self._device = device
@@ -148,6 +155,7 @@ class RequestBuilder:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}")
+        self._check_bias(params)
         given = options.get("logits_processor", ())
         processors, criteria = copy_processors(given, options.get("stopping_criteria", ()))
         sampler, constraint = options.get("sampler"), None
@@ -170,6 +178,7 @@ class RequestBuilder:
             recalls=options.get("recall", True),
             has_callbacks=has_callbacks or bool(sources),
             draft_sources=sources,
+            prediction=options.get("prediction", ""),
         )
 
     def sampler(
@@ -226,6 +235,13 @@ class RequestBuilder:
             )
         return prompt
 
+    def _check_bias(self, params: SamplingParams) -> None:
+        beyond = [token for token in params.logit_bias or () if token >= self._width]
+        if beyond:
+            raise ConfigError(
+                f"logit_bias has the token id {beyond[0]}, and {self._name} has 0..{self._width - 1}; use its tokenizer"
+            )
+
     def _constraint(self, prompt: Prompt, params: SamplingParams) -> Constraint | None:
         if params.grammar is None:
             return None
@@ -266,6 +282,9 @@ def check_options(options: RequestOptions, passages: Sequence[Passage]) -> None:
         value: Any = options.get(name)
         if value is not None and not isinstance(value, kind):
             raise ConfigError(f"{name} must be {kind.__name__}, not {value!r}")
+    prediction = options.get("prediction", "")
+    if not isinstance(prediction, str) or not is_encodable(prediction):
+        raise ConfigError(f"prediction must be a string without lone surrogates, not {prediction!r:.80}")
     sampler = options.get("sampler")
     if sampler is not None and not callable(sampler):
         raise ConfigError(f"sampler must be callable with the result of a pass (Verified); {sampler!r} is not")

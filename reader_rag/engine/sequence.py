@@ -19,14 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reader_rag.draft.context_index import ContextIndex
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.outputs import Chunk, CopiedSpan, FinishReason, Generation, Stats
-from reader_rag.engine.proposer import Proposer, index_texts
+from reader_rag.engine.proposer import IndexedTexts, Proposer, index_texts
 from reader_rag.engine.request import Request
 from reader_rag.engine.text.detokenizer import Detokenizer
-from reader_rag.engine.text.provenance import Provenance
 from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.interface import SequenceCache
@@ -73,7 +71,7 @@ class DecodeSequence:
         self._accepted: Counter[str] = Counter()
         self._seconds = {"queue": 0.0, "ttft": 0.0, "decode": 0.0, "draft": 0.0}
         self._began = 0.0
-        self._texts: tuple[ContextIndex, Provenance] | None = None
+        self._texts: IndexedTexts | None = None
         self._state: _State | None = None
         self._copied: tuple[CopiedSpan, ...] = ()
         self._text = Detokenizer(
@@ -318,6 +316,8 @@ class DecodeSequence:
             draft_s=self._seconds["draft"],
             cache_bytes=self._counts["cache_bytes"],
             reused_tokens=self._counts["reused_tokens"],
+            prediction_accepted=self._counts["prediction_accepted"],
+            prediction_rejected=self._counts["prediction_rejected"],
         )
 
     def _begin(self) -> _State:
@@ -329,7 +329,7 @@ class DecodeSequence:
         assert self._texts is not None
         texts, self._texts = self._texts, None
         draft = request.draft if self.drafts else replace(request.draft, max_successors=0, calibrates=False)
-        proposer = Proposer(self._context, request, draft, *texts)
+        proposer = Proposer(self._context, request, draft, texts)
         target, states = self._context.target, None
         if self.keeps_states:
             states = HiddenStates(len(request.prompt.token_ids), target.hidden_width, target.device)
@@ -358,6 +358,9 @@ class DecodeSequence:
         """Hand a verified draft to the proposer; returns accepted nodes by source."""
         sources = state.proposer.observe(tree, accepted, emitted)
         self._accepted += sources
+        if state.proposer.prediction is not None:
+            self._counts["prediction_accepted"] = state.proposer.prediction.accepted
+            self._counts["prediction_rejected"] = state.proposer.prediction.rejected
         if self.finish is not None:
             self._text.finish()
             self._complete = True

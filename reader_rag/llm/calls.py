@@ -125,6 +125,7 @@ class LLMCalls(FunctionCalling, LLMSettings):
             "recall": given.get("recall", True),
             "logits_processor": given.get("logits_processor", ()),
             "stopping_criteria": given.get("stopping_criteria", ()),
+            "prediction": given.get("prediction", ""),
         }
         return params, options
 

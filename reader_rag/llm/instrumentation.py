@@ -48,6 +48,9 @@ class ReaderAnswerEvent(BaseEvent):
         accepted_datastore: Accepted nodes that were copied from a text in the datastore.
         accepted_successor: Accepted nodes from the table of the model's own next tokens.
         accepted_external: Accepted nodes of external draft sources (`DraftSource`).
+        accepted_prediction: Accepted nodes that were copied from the request's prediction.
+        prediction_accepted: Tokens of the prediction that were accepted, from whatever source the node was copied.
+        prediction_rejected: The other tokens of the prediction.
     """
 
     call_span_id: str = ""
@@ -62,6 +65,7 @@ class ReaderAnswerEvent(BaseEvent):
     accepted_datastore: int
     accepted_successor: int
     accepted_external: int
+    accepted_prediction: int
     tokens_per_step: float
     tokens_per_s: float
     queue_s: float
@@ -70,6 +74,8 @@ class ReaderAnswerEvent(BaseEvent):
     draft_s: float
     cache_bytes: int
     reused_tokens: int
+    prediction_accepted: int
+    prediction_rejected: int
 
     @classmethod
     def class_name(cls) -> str:

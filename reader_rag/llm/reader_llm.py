@@ -227,7 +227,7 @@ class ReaderLLM(LLMCalls):
             kwargs: `tools` (LlamaIndex tools, or OpenAI's form), `tool_choice` ("auto", "required", "none" or the name
                 of a tool) and `allow_parallel_tool_calls`. And, in place of the LLM's own settings: every field of
                 `SamplingParams` (but those of benchmarks), `max_nodes`, and of `RequestOptions` `tenant`, `recall`,
-                `logits_processor` and `stopping_criteria`. None takes the LLM's own.
+                `logits_processor`, `stopping_criteria` and `prediction`. None takes the LLM's own.
 
         Returns:
             The answer; usage in `raw["usage"]`, figures of drafting and copied spans in `additional_kwargs`. Tool calls

@@ -25,7 +25,15 @@ SAMPLING_SETTINGS = {
 }
 """Sampling parameters, but those of benchmarks."""
 _DRAFT_SETTINGS = {"max_nodes": settings_of(DraftConfig)["max_nodes"]}
-CALL_ARGUMENTS = (*SAMPLING_SETTINGS, *_DRAFT_SETTINGS, "logits_processor", "stopping_criteria", "tenant", "recall")
+CALL_ARGUMENTS = (
+    *SAMPLING_SETTINGS,
+    *_DRAFT_SETTINGS,
+    "logits_processor",
+    "stopping_criteria",
+    "tenant",
+    "recall",
+    "prediction",
+)
 """Arguments of one call; each takes the place of the LLM's own setting."""
 IGNORED_ARGUMENTS = frozenset({"extra_headers"})
 """What LlamaIndex passes to any LLM and what means nothing to a local one: HTTP headers (DocumentContextExtractor)."""

@@ -60,6 +60,23 @@ class TopP(LogitsProcessor):
         return scores.masked_fill(removed, -torch.inf)
 
 
+class LogitBias(LogitsProcessor):
+    """Adds a number to the scores of some tokens, as OpenAI's `logit_bias` does.
+
+    Args:
+        bias: Numbers by token id.
+        device: Of the scores.
+    """
+
+    def __init__(self, bias: Mapping[int, float], device: torch.device) -> None:
+        self._tokens = torch.tensor(list(bias), dtype=torch.int64, device=device)
+        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Add the numbers to the scores; arguments and result of a `Processor`."""
+        return scores.index_add(1, self._tokens, self._bias[None].expand(len(scores), -1))
+
+
 class OpenAIPenalties(LogitsProcessor):
     """`logit -= frequency * count + presence * (count > 0)`, counting the answer's tokens, not the prompt's.
 
@@ -93,7 +110,7 @@ def make_processors(
     given: Sequence[Processor] = (),
     last: Sequence[Processor] = (),
 ) -> list[Processor]:
-    """All logits processors of one answer, in the order of `transformers`' `generate`.
+    """All logits processors of one answer: `logit_bias`, then the others in the order of `transformers`' `generate`.
 
     Args:
         generation: The settings.
@@ -106,6 +123,8 @@ def make_processors(
     """
     g = generation
     made: list[Any] = []
+    if g.logit_bias:
+        made.append(LogitBias(g.logit_bias, device))
     if g.repetition_penalty != 1.0:
         made.append(RepetitionPenaltyLogitsProcessor(float(g.repetition_penalty)))
     if g.presence_penalty or g.frequency_penalty:

@@ -21,7 +21,7 @@ ODD: list[Any] = [
 ]  # fmt: skip
 PARAMS = ["max_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "repetition_penalty",
           "presence_penalty", "frequency_penalty", "no_repeat_ngram", "min_tokens", "bad_words", "suppress_tokens",
-          "grammar", "speculate", "logprobs", "include_stop"]  # fmt: skip
+          "logit_bias", "grammar", "speculate", "logprobs", "include_stop"]  # fmt: skip
 
 
 def test_engine_settings_are_refused_or_work(attack, tiny_engine: Engine) -> None:  # type: ignore[no-untyped-def]

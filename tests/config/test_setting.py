@@ -25,6 +25,7 @@ class Example(Settings):
     ids: tuple[int, ...] = setting((), "Token ids.", ge=0)
     names: tuple[str, ...] = setting((), "Names.", may_be_empty=True)
     on: bool = setting(True, "Whether.")
+    bias: dict[int, float] | None = setting(None, "By token id.", ge=-1.0, le=1.0)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,13 @@ class Example(Settings):
         ({"names": (1,)}, r"names must be a tuple of strings, not \(1,\)"),
         ({"ids": (1, -1)}, "ids must be a tuple of token ids, not"),
         ({"on": "false"}, "on must be True or False, not 'false'"),
+        (
+            {"bias": {1: 2.0}},
+            r"bias must be a dictionary of token ids and numbers in \[-1.0, 1.0\] or None, not {1: 2.0}",
+        ),
+        ({"bias": {"1": 0.5}}, "bias must be a dictionary of token ids"),
+        ({"bias": {-1: 0.5}}, "bias must be a dictionary of token ids"),
+        ({"bias": [1]}, "bias must be a dictionary of token ids"),
         ({"on": 1}, "on must be True or False, not 1"),
     ],
 )
@@ -58,6 +66,13 @@ def test_numbers_of_numpy_integers_for_floats_and_lists_for_tuples_are_taken() -
     assert (made.count, made.share, made.words, made.ids) == (4, 1, ("a",), (0, 7))
 
 
+def test_a_dictionary_is_copied() -> None:
+    bias = {5: 0.5}
+    made = Example(bias=bias)
+    bias[6] = 1.0
+    assert made.bias == {5: 0.5}
+
+
 def test_strings_are_empty_only_where_they_may_be() -> None:
     assert Example(names=("", "a")).names == ("", "a")
 
@@ -68,7 +83,7 @@ def test_settings_are_made_from_keyword_arguments_over_a_base() -> None:
     with pytest.raises(ConfigError, match="unknown argument 'coutn'; did you mean 'count'?"):
         Example.of({"coutn": 2})
     with pytest.raises(
-        ConfigError, match="unknown argument 'x'; known: count, share, age_s, mode, words, ids, names, on"
+        ConfigError, match="unknown argument 'x'; known: count, share, age_s, mode, words, ids, names, on, bias"
     ):
         Example.of({"x": 2})
 

@@ -136,6 +136,8 @@ def test_all_figures_are_plain_values_under_their_own_names(
         draft_s=0.125,
         cache_bytes=4096,
         reused_tokens=64,
+        prediction_accepted=5,
+        prediction_rejected=2,
     )
     monkeypatch.setattr("scripted_engine.ScriptedStream.result", Generation("x", (1,), "length", stats))
     llm.complete("Who?")
@@ -154,6 +156,7 @@ def test_all_figures_are_plain_values_under_their_own_names(
         "accepted_datastore": 0,
         "accepted_successor": 3,
         "accepted_external": 0,
+        "accepted_prediction": 0,
         "tokens_per_step": 4.0,
         "tokens_per_s": 2.0,
         "queue_s": 0.5,
@@ -162,6 +165,8 @@ def test_all_figures_are_plain_values_under_their_own_names(
         "draft_s": 0.125,
         "cache_bytes": 4096,
         "reused_tokens": 64,
+        "prediction_accepted": 5,
+        "prediction_rejected": 2,
     }
 
 

@@ -33,7 +33,7 @@ def test_of_the_settings_of_drafts_there_is_the_number_of_nodes() -> None:
 
 
 def test_every_sampling_parameter_is_an_argument_of_a_call() -> None:
-    others = {"max_nodes", "logits_processor", "stopping_criteria", "tenant", "recall"}
+    others = {"max_nodes", "logits_processor", "stopping_criteria", "tenant", "recall", "prediction"}
     assert set(CALL_ARGUMENTS) == (settings_of(SamplingParams).keys() - BENCHMARKS) | others
 
 
@@ -43,6 +43,7 @@ def test_a_field_reaches_the_engine_and_an_argument_takes_its_place(name: str) -
         "stop": (("a",), ("b",)),
         "bad_words": (("a",), ("b",)),
         "suppress_tokens": ((1,), (2,)),
+        "logit_bias": ({1: 1.0}, {2: -1.0}),
         "include_stop": (True, False),
         "speculate": (False, True),
         "grammar": (None, None),

@@ -55,7 +55,7 @@ from reader_rag.config.grammar import Grammar
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ConfigError, GrammarError
-from reader_rag.sampling.logits_processors import OpenAIPenalties, TopP, copy_processors, make_processors
+from reader_rag.sampling.logits_processors import LogitBias, OpenAIPenalties, TopP, copy_processors, make_processors
 
 TEXT = "the cat and the dog and the cat and the dog in the of and the cat"
 TOKENS = 40
@@ -188,6 +188,35 @@ def test_the_nucleus_of_a_whole_vocabulary_and_of_several_texts(dtype: torch.dty
     for held in (scores, scores[:1], scores[1:2].masked_fill(scores[1:2] > 5, torch.nan)):
         expected = TopPLogitsWarper(0.9)(ids, held)
         assert torch.equal(TopP(0.9)(ids, held).nan_to_num(1e9), expected.nan_to_num(1e9))
+
+
+class TestLogitBias:
+    def test_it_is_added_to_the_scores_of_its_tokens(self) -> None:
+        bias = LogitBias({0: 2.0, 3: -1.5}, torch.device("cpu"))
+        assert bias(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 4)).tolist() == [[3.0, 1.0, 1.0, -0.5]]
+
+    def test_it_comes_before_penalties(self, engine: Engine, prompt: Prompt) -> None:
+        """A penalty that multiplies sees the biased score: -1 + 3 = 2 is divided, not multiplied."""
+        params = SamplingParams(logit_bias={5: 3.0}, repetition_penalty=2.0)
+        made = make_processors(params, engine.tokenizer, prompt_tokens=1, eos_ids=(), device=torch.device("cpu"))
+        scores = torch.full((1, 8), -1.0)
+        for processor in made:
+            scores = processor(torch.tensor([[5]]), scores)
+        assert scores[0, 5] == 1.0
+
+    @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.9, "seed": 5}])
+    def test_drafted_answers_equal_plain_ones(self, engine: Engine, prompt: Prompt, sampled: dict[str, Any]) -> None:
+        params = SamplingParams(max_tokens=TOKENS, **sampled)
+        unbiased = engine.generate(prompt, params).token_ids
+        banned = both(engine, prompt, replace(params, logit_bias=dict.fromkeys(unbiased[:3], -100.0)))
+        assert not set(banned.token_ids) & set(unbiased[:3])
+        forced = both(engine, prompt, replace(params, logit_bias={unbiased[0]: 100.0}))
+        assert set(forced.token_ids) == {unbiased[0]}
+
+    def test_a_token_beyond_the_vocabulary_is_refused(self, engine: Engine, prompt: Prompt) -> None:
+        params = SamplingParams(logit_bias={engine.requests.vocabulary: 1.0})
+        with pytest.raises(ConfigError, match="logit_bias has the token id .*; use its tokenizer"):
+            engine.submit(prompt, params)
 
 
 def test_presence_and_frequency_penalties_follow_openais_definition() -> None:
@@ -606,6 +635,10 @@ def test_nothing_is_reported_unasked(engine: Engine, prompt: Prompt) -> None:
         ({"suppress_tokens": 5}, "suppress_tokens must be a tuple of token ids, not 5"),
         ({"grammar": "a*"}, "grammar must be a Grammar"),
         ({"grammar": GRAMMARS["regex"], "ignore_eos": True}, "ignore_eos cannot be combined with grammar"),
+        (
+            {"logit_bias": {3: 101.0}},
+            r"logit_bias must be a dictionary of token ids and numbers in \[-100\.0, 100\.0\]",
+        ),
         ({"logprobs": -1}, r"logprobs must be in 0\.\.100 or None"),
     ],
 )
