@@ -11,6 +11,7 @@ from reader_rag.bench.options import Device, Dtype, Exactness, Json, MaxTokens, 
 from reader_rag.cli.display.terminal import output
 from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions
 from reader_rag.cli.options import (
+    Alpha,
     AnsweringModel,
     Cutoff,
     DatastoreFolder,
@@ -34,6 +35,7 @@ def ask(
     vector_store: VectorStore = None,
     top_k: Passages = 4,
     cutoff: Cutoff = None,
+    alpha: Alpha = None,
     max_tokens: MaxTokens = SamplingParams.max_tokens,
     tenant: Tenant = "",
     compare: Annotated[
@@ -81,6 +83,7 @@ def ask(
         models,
         top_k=top_k,
         cutoff=cutoff,
+        alpha=alpha,
         max_tokens=max_tokens,
         compare=compare,
         tenant=tenant,

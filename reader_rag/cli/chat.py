@@ -17,6 +17,7 @@ from reader_rag.cli.display.show import show_citations, show_sources, show_stats
 from reader_rag.cli.display.terminal import clean, output, print_error
 from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions
 from reader_rag.cli.options import (
+    Alpha,
     AnsweringModel,
     Cutoff,
     DatastoreFolder,
@@ -55,6 +56,7 @@ def chat(
     vector_store: VectorStore = None,
     top_k: Passages = 4,
     cutoff: Cutoff = None,
+    alpha: Alpha = None,
     max_tokens: MaxTokens = SamplingParams.max_tokens,
     tenant: Tenant = "",
     model: AnsweringModel = None,
@@ -95,7 +97,7 @@ def chat(
     embedding = models.load_embedding()
     with open_store(place, embedding, tenant) as documents:
         llm, recorder = recorded(models.load_llm(max_tokens))
-        chat_engine = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff)
+        chat_engine = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff, alpha=alpha)
         ChatSession(chat_engine, recorder, output(), remote=engine is not None).run()
 
 

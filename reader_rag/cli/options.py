@@ -93,6 +93,16 @@ Passages = Annotated[int, typer.Option("--top-k", min=1, help="Most passages to 
 Cutoff = Annotated[
     float | None, typer.Option("--cutoff", help="Least similarity of a passage, -1 to 1.", show_default="none")
 ]
+Alpha = Annotated[
+    float | None,
+    typer.Option(
+        "--alpha",
+        min=0.0,
+        max=1.0,
+        help="Retrieve by vectors and by words (BM25): the weight of the vectors, 0 to 1.",
+        show_default="by vectors only",
+    ),
+]
 DatastoreFolder = Annotated[
     Path | None,
     setting_option(EngineConfig, "datastore", text="Folder of a datastore: texts and earlier answers to draft from."),

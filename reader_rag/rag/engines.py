@@ -20,7 +20,7 @@ from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import VectorIndexRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle
-from llama_index.core.vector_stores.types import MetadataFilters
+from llama_index.core.vector_stores.types import MetadataFilters, VectorStoreQueryMode
 
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm import ReaderLLM
@@ -56,6 +56,7 @@ def make_retriever(
     cutoff: float | None = None,
     filters: MetadataFilters | None = None,
     tenant: str | None = None,
+    alpha: float | None = None,
 ) -> BaseRetriever:
     """Make a retriever of the passages most similar to a question; an empty question raises `PromptError`.
 
@@ -66,21 +67,32 @@ def make_retriever(
         cutoff: Least cosine similarity of a passage; None takes the store's `similarity_cutoff`.
         filters: Conditions on the passages' metadata, e.g. `file_name`.
         tenant: The tenant whose documents are searched; None: the store's own tenant.
+        alpha: Hybrid retrieval, by vectors and words (BM25): the weight of the vectors, 0 (words only) to 1. None: by
+            vectors only.
 
     Raises:
-        ConfigError: `top_k` is below 1, the cutoff outside -1..1, or the tenant's name invalid.
+        ConfigError: `top_k` is below 1, the cutoff outside -1..1, `alpha` outside 0..1 or the store without hybrid
+            retrieval, or the tenant's name invalid.
     """
     if top_k < 1:
         raise ConfigError(f"top_k must be at least 1, not {top_k}")
     if cutoff is not None and not -1.0 <= cutoff <= 1.0:
         raise ConfigError(f"cutoff is a cosine similarity, -1..1, not {cutoff}")
+    if alpha is not None and not 0.0 <= alpha <= 1.0:
+        raise ConfigError(f"alpha is the weight of the vectors in hybrid retrieval, 0..1, not {alpha}")
+    store = _for_tenant(store, tenant)
+    mode = VectorStoreQueryMode.DEFAULT if alpha is None else VectorStoreQueryMode.HYBRID
+    if mode not in store.modes:
+        raise ConfigError(f"{store.class_name()} has no hybrid retrieval: leave out alpha, or use a FaissStore")
     # LlamaIndex would take the splitter, which this index never uses, from the global settings.
     index = VectorStoreIndex.from_vector_store(
-        _for_tenant(store, tenant), embed_model=embed_model, transformations=[SentenceSplitter(tokenizer=str.split)]
+        store, embed_model=embed_model, transformations=[SentenceSplitter(tokenizer=str.split)]
     )
     return QuestionRetriever(
         index,
         similarity_top_k=top_k,
+        vector_store_query_mode=mode,
+        alpha=alpha,
         filters=filters,
         embed_model=embed_model,
         vector_store_kwargs={} if cutoff is None else {"similarity_cutoff": cutoff},
@@ -99,6 +111,7 @@ def make_query_engine(
     prompt: BasePromptTemplate | None = None,
     beyond: int = MOST_CHARACTERS,
     tenant: str | None = None,
+    alpha: float | None = None,
 ) -> RetrieverQueryEngine:
     """Make a query engine that answers from retrieved passages, or with `NOTHING_FOUND` where none is retrieved.
 
@@ -115,6 +128,8 @@ def make_query_engine(
             rest of the retrieved passages' documents, nearest first; 0: none.
         tenant: The tenant whose documents are searched and whose calls a `ReaderLLM` makes; None: the store's own
             tenant, or that of an LLM from `for_tenant` where the store has none.
+        alpha: Hybrid retrieval, by vectors and words (BM25): the weight of the vectors, 0 (words only) to 1. None: by
+            vectors only.
 
     Raises:
         ConfigError: A setting or the tenant's name is invalid, or store and LLM have different tenants and `tenant` is
@@ -124,7 +139,7 @@ def make_query_engine(
     synthesizer = GroundedSynthesizer(
         llm, prompt or QA_PROMPT, REFINE_PROMPT, streaming=streaming, surroundings=Surroundings(store, beyond)
     )
-    return RetrieverQueryEngine(make_retriever(store, embed_model, top_k, cutoff, filters), synthesizer)
+    return RetrieverQueryEngine(make_retriever(store, embed_model, top_k, cutoff, filters, alpha=alpha), synthesizer)
 
 
 def make_chat_engine(
@@ -140,6 +155,7 @@ def make_chat_engine(
     system_prompt: str = CHAT_SYSTEM,
     beyond: int = MOST_CHARACTERS,
     tenant: str | None = None,
+    alpha: float | None = None,
 ) -> GroundedChatEngine:
     """Make a chat engine that answers each message from the passages retrieved for it and the conversation so far.
 
@@ -157,6 +173,8 @@ def make_chat_engine(
         tenant: The tenant whose documents are searched and whose calls a `ReaderLLM` makes; None: the store's own
             tenant, or that of an LLM from `for_tenant` where the store has none. An LLM that `memory` calls
             is not bound to it.
+        alpha: Hybrid retrieval, by vectors and words (BM25): the weight of the vectors, 0 (words only) to 1. None: by
+            vectors only.
 
     Raises:
         ConfigError: A setting or the tenant's name is invalid, store and LLM have different tenants and `tenant` is
@@ -167,7 +185,7 @@ def make_chat_engine(
     store, llm = _for_tenant(store, tenant), _llm_for_tenant(llm, store, tenant)
     budget = PromptBudget.of(llm)
     return GroundedChatEngine(
-        retriever=make_retriever(store, embed_model, top_k, cutoff, filters),
+        retriever=make_retriever(store, embed_model, top_k, cutoff, filters, alpha=alpha),
         llm=llm,
         memory=memory or _recent_messages(budget, chat_history),
         prefix_messages=[ChatMessage(content=system_prompt, role=llm.metadata.system_role)],

@@ -87,12 +87,12 @@ class DocumentStoreContract(VectorStoreContract):
     @pytest.mark.parametrize(
         ("query", "message"),
         [
-            (VectorStoreQuery(EAST, mode=VectorStoreQueryMode.HYBRID), "mode 'default'.* only, not 'hybrid'"),
+            (VectorStoreQuery(EAST, mode=VectorStoreQueryMode.SVM), "mode 'default'.* only, not 'svm'"),
             (VectorStoreQuery(None), "no query_embedding"),
             (VectorStoreQuery(EAST, similarity_top_k=0), "at least 1, not 0"),
             (VectorStoreQuery([float("nan"), 0.0, 0.0]), "NaN or infinity"),
         ],
-        ids=["hybrid", "no vector", "top_k", "nan"],
+        ids=["mode", "no vector", "top_k", "nan"],
     )
     def test_invalid_queries_raise(self, compass: DocumentStore, query: VectorStoreQuery, message: str) -> None:
         with pytest.raises(ConfigError, match=message):

@@ -66,6 +66,13 @@ def test_ask_retrieves_no_more_than_top_k(store: Path) -> None:
     assert [Path(source["file"]).name for source in answer["sources"]] == ["owl.txt"]
 
 
+def test_ask_retrieves_by_words_with_alpha_0(store: Path) -> None:
+    arguments = ("--store", store, "--json", "--max-tokens", "2", "--alpha", "0")
+    answer = json.loads(run("ask", "Heron?", *arguments).stdout)
+    assert [Path(source["file"]).name for source in answer["sources"]] == ["heron.txt"]
+    assert run("ask", "Heron?", "--store", store, "--alpha", "2").exit_code == 2
+
+
 def test_ask_json_is_one_object_that_says_everything(store: Path) -> None:
     result = run("ask", "Is the heron in shallow water?", "--store", store, "--json", "--compare", "--max-tokens", "9")
     report = json.loads(result.stdout)

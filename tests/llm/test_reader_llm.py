@@ -649,7 +649,7 @@ def test_the_examples_of_the_docs_run(real_engine: Engine, monkeypatch: pytest.M
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     page = Path(__file__).parents[2] / "docs" / "llamaindex.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     monkeypatch.setattr(ReaderLLM, "_load", lambda self: real_engine)
     handlers = get_dispatcher().event_handlers
     monkeypatch.setattr(get_dispatcher(), "event_handlers", list(handlers))

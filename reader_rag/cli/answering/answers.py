@@ -184,6 +184,7 @@ def ask_store(
     cutoff: float | None,
     max_tokens: int,
     compare: bool,
+    alpha: float | None = None,
     tenant: str = "",
     console: Console | None,
     embed_model: LocalEmbedding | None = None,
@@ -198,6 +199,7 @@ def ask_store(
         cutoff: Least cosine similarity of a passage, -1 to 1; None: no limit.
         max_tokens: Most tokens of the answer.
         compare: Decode the same prompt with and without drafts afterwards; not possible with a server.
+        alpha: Weight of the vectors in hybrid retrieval, 0 to 1; None: by vectors only.
         tenant: Only this tenant's documents are searched.
         console: Shows the answer while it is generated, then its sources and counts; None shows nothing.
         embed_model: The embedding model, if it is loaded already.
@@ -213,7 +215,7 @@ def ask_store(
         models = models.exact()
     embed_model = embed_model or models.load_embedding()
     with open_store(place, embed_model, tenant) as store:
-        nodes = make_retriever(store, embed_model, top_k, cutoff).retrieve(question)
+        nodes = make_retriever(store, embed_model, top_k, cutoff, alpha=alpha).retrieve(question)
         if not nodes:
             if console is not None:
                 console.print(NOTHING_FOUND)

@@ -53,6 +53,11 @@ class DocumentStore(BasePydanticVectorStore):
         """The tenant whose documents this store reads and changes."""
         return self._tenant
 
+    @property
+    def modes(self) -> tuple[VectorStoreQueryMode, ...]:
+        """The modes of queries that the store answers."""
+        return self._modes
+
     def for_tenant(self, tenant: str) -> Self:
         """A light copy that reads and changes the documents of another tenant.
 
@@ -142,6 +147,16 @@ class DocumentStore(BasePydanticVectorStore):
         """Nodes that meet every given condition by maximal marginal relevance, with their cosines; see `query`."""
         raise NotImplementedError
 
+    def _search_hybrid(
+        self,
+        query: VectorStoreQuery,
+        node_ids: list[str] | None,
+        doc_ids: list[str] | None,
+        options: Mapping[str, Any],
+    ) -> list[tuple[BaseNode, float]]:
+        """Nodes that meet every given condition by vectors and words, with their fused scores; see `query`."""
+        raise NotImplementedError
+
     @abstractmethod
     def _delete_nodes(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
         """Remove the nodes that meet every given condition."""
@@ -192,17 +207,24 @@ class DocumentStore(BasePydanticVectorStore):
         that many meet them. An empty list of ids restricts nothing.
 
         Args:
-            query: A query with a `query_embedding`, of mode "default" or, where the store has it, "mmr" (maximal
-                marginal relevance: near to the vector and far from those chosen before).
+            query: A query with a `query_embedding`, of mode "default" or, where the store has them, "mmr" (maximal
+                marginal relevance: near to the vector and far from those chosen before) and "hybrid" (near to the
+                vector, or with rare words of `query_str`: BM25 over the tenant's nodes; both rankings are joined by
+                reciprocal rank fusion, in which the vectors weigh `alpha`, 0..1, default 0.5). `hybrid_top_k` is the
+                number of hybrid results (default `similarity_top_k`), `sparse_top_k` that of nodes ranked by words.
             kwargs: `similarity_cutoff` overrides the store's own; of "mmr", `mmr_threshold` (0..1: how much nearness to
                 the vector weighs, default 0.5) and `mmr_prefetch_factor` (nearest nodes to choose from for each
-                result, default 4). Others are ignored.
+                result, default 4); of "hybrid", `hybrid_prefetch_factor` (nodes in each ranking for each of
+                `similarity_top_k`, default 4). Others are ignored.
 
         Returns:
-            Nodes, ids and cosine similarities in [-1, 1], nearest first; of "mmr" in the order of their choice.
+            Nodes, ids and cosine similarities in [-1, 1], nearest first; of "mmr" in the order of their choice; of
+            "hybrid" with fused scores in 0..1, 1 for a node that is first in both rankings. The cutoff is one of
+            cosines in every mode.
 
         Raises:
-            ConfigError: Another mode, no vector, `similarity_top_k` below 1, or a filter that cannot be applied.
+            ConfigError: Another mode, no vector, for "hybrid" no `query_str`, `similarity_top_k` below 1, or an option
+                or filter that cannot be applied.
             StoreMismatchError: The vector is of another length than the store's.
             StoreError: The store cannot be read.
         """
@@ -216,7 +238,10 @@ class DocumentStore(BasePydanticVectorStore):
         cutoff: float | None = kwargs.get("similarity_cutoff", self.similarity_cutoff)
         # LlamaIndex's `index.as_retriever()` sends an empty list where it means "any node".
         node_ids, doc_ids = query.node_ids or None, query.doc_ids or None
-        if query.mode == VectorStoreQueryMode.MMR:
+        if query.mode == VectorStoreQueryMode.HYBRID:
+            found = self._search_hybrid(query, node_ids, doc_ids, {**kwargs, "similarity_cutoff": cutoff})
+            cutoff = None  # the scores are no cosines
+        elif query.mode == VectorStoreQueryMode.MMR:
             found = self._search_mmr(query, node_ids, doc_ids, kwargs)
         else:
             found = self._search(query.query_embedding, query.similarity_top_k, node_ids, doc_ids, query.filters)

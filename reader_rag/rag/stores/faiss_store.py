@@ -27,6 +27,7 @@ from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError
 from reader_rag.rag.stores.contract import DocumentStore
 from reader_rag.rag.stores.flat_index import FlatIndex
+from reader_rag.rag.stores.hybrid import fuse
 from reader_rag.rag.stores.identity import identity_of, unit_vectors
 from reader_rag.rag.stores.records import DocumentRecord, TenantSize
 from reader_rag.rag.stores.sqlite_file import StoreFile
@@ -60,7 +61,7 @@ class FaissStore(DocumentStore):
         >>> index = VectorStoreIndex.from_vector_store(store, embed_model=LocalEmbedding())
     """
 
-    _modes = (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR)
+    _modes = (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR, VectorStoreQueryMode.HYBRID)
     _indexes: TenantIndexes = PrivateAttr()  # shared by the copies for all tenants
 
     def __init__(
@@ -316,6 +317,43 @@ class FaissStore(DocumentStore):
             )
             nodes = self._nodes(chosen)
         return list(zip(nodes, (near[id_] for id_ in chosen), strict=True))
+
+    def _search_hybrid(
+        self,
+        query: VectorStoreQuery,
+        node_ids: list[str] | None,
+        doc_ids: list[str] | None,
+        options: Mapping[str, Any],
+    ) -> list[tuple[BaseNode, float]]:
+        assert query.query_embedding is not None  # `query` checks it
+        if query.query_str is None:
+            raise ConfigError("the query has no query_str: retrieval in hybrid mode searches its words")
+        alpha = 0.5 if query.alpha is None else float(query.alpha)
+        factor = options.get("hybrid_prefetch_factor", 4)
+        results = query.similarity_top_k if query.hybrid_top_k is None else query.hybrid_top_k
+        ranked = max(1, int(query.similarity_top_k * factor))
+        words_ranked = ranked if query.sparse_top_k is None else query.sparse_top_k
+        if not 0.0 <= alpha <= 1.0 or factor < 1 or results < 1 or words_ranked < 1:
+            raise ConfigError(
+                "alpha must be 0..1, and hybrid_prefetch_factor, hybrid_top_k and sparse_top_k at least 1, not "
+                f"{alpha:g}, {factor:g}, {results} and {words_ranked}"
+            )
+        with self._indexes.reading(self._tenant) as index:
+            if index is None:
+                return []
+            allowed = None
+            if node_ids is not None or doc_ids is not None or query.filters is not None:
+                allowed = index.select(node_ids=node_ids, doc_ids=doc_ids, filters=query.filters)
+            vector = unit_vectors([query.query_embedding], index.dimension)[0]
+            cutoff = options["similarity_cutoff"]
+            near = index.search(vector, ranked if cutoff is None else len(index), allowed)
+            if cutoff is not None:
+                near = [(id_, cosine) for id_, cosine in near if cosine >= cutoff]
+                allowed = [id_ for id_, _ in near]
+            words = self._indexes.words(self._tenant).search(query.query_str, words_ranked, allowed)
+            fused = fuse([id_ for id_, _ in near[:ranked]], [id_ for id_, _ in words], alpha)[:results]
+            nodes = self._nodes([id_ for id_, _ in fused])
+        return list(zip(nodes, (score for _, score in fused), strict=True))
 
     def _delete_nodes(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
         def change(index: FlatIndex | None, dimension: int | None) -> IndexChange:

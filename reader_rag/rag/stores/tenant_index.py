@@ -1,7 +1,8 @@
-"""The FAISS indexes of an open store file: one for each tenant, loaded when it is first used.
+"""The indexes of an open store file, of vectors and of words: one for each tenant, loaded when it is first used.
 
 One index with a filter would expose other tenants: the time of a search would grow with their nodes. Here a search
-scans its own tenant's vectors only, and a change by one tenant reloads no other tenant's index.
+scans its own tenant's vectors only, and a change by one tenant reloads no other tenant's index. Statistics of words
+in one index would expose them too: how rare a word is in other tenants' texts would change scores.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from llama_index.core.schema import MetadataMode
+from llama_index.core.vector_stores.utils import metadata_dict_to_node
 
 from reader_rag.rag.stores.flat_index import Entry, FlatIndex
+from reader_rag.rag.stores.hybrid import WordIndex
 from reader_rag.rag.stores.identity import require_same_model
 from reader_rag.rag.stores.sqlite_file import StoreFile
 from reader_rag.rag.stores.sqlite_rows import NodeRow
@@ -25,10 +29,17 @@ IndexChange = tuple[Sequence[int], Sequence[NodeRow]]
 
 @dataclass(frozen=True)
 class _LoadedIndex:
-    """A tenant's index, and the version of the tenant's rows that it was loaded from."""
+    """A tenant's index, and the version of the tenant's rows that it was loaded from.
+
+    Attributes:
+        version: The version.
+        index: The index of the vectors.
+        words: The index of the texts; None until it is asked for.
+    """
 
     version: str
     index: FlatIndex
+    words: WordIndex | None = None
 
 
 class TenantIndexes:
@@ -76,6 +87,24 @@ class TenantIndexes:
         with self._lock, self.file.reading():
             yield self._index_of(tenant)
 
+    def words(self, tenant: str) -> WordIndex:
+        """The index of the words of a tenant's nodes. Call it inside `reading`, where that has an index.
+
+        Args:
+            tenant: Name of the tenant.
+
+        Raises:
+            StoreError: The file cannot be read.
+        """
+        loaded = self._loaded[tenant]
+        if loaded.words is not None:
+            return loaded.words
+        words = WordIndex()
+        with self.file.decoding("a tenant's nodes"):
+            _add_words(words, list(self.file.rows.nodes(tenant)))
+        self._loaded[tenant] = replace(loaded, words=words)
+        return words
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Exclude all other calls."""
@@ -100,12 +129,16 @@ class TenantIndexes:
                 if not (removed or added):
                     return  # other changes, e.g. of document records, do not concern the index
                 version = self.file.rows.new_version(tenant)
+                words = self._loaded[tenant].words if tenant in self._loaded else None
                 self.unload(tenant)  # if anything fails from here on, it is loaded from the disk again
             if index is None:
                 index = FlatIndex(len(added[0].vector))
             index.remove(removed)
             _add(index, added)
-            self._loaded[tenant] = _LoadedIndex(version, index)
+            if words is not None:
+                words.remove(removed)
+                _add_words(words, added)
+            self._loaded[tenant] = _LoadedIndex(version, index, words)
 
     def clear(self, tenant: str) -> None:
         """Remove everything of a tenant, and from an empty store also the identity of its embedding model.
@@ -190,6 +223,11 @@ class TenantIndexes:
 def _add(index: FlatIndex, rows: Sequence[NodeRow]) -> None:
     if rows:
         index.add([r.id for r in rows], [_entry(r) for r in rows], np.stack([r.vector for r in rows]))
+
+
+def _add_words(words: WordIndex, rows: Sequence[NodeRow]) -> None:
+    nodes = [metadata_dict_to_node({"_node_type": row.node_type, "_node_content": row.node}) for row in rows]
+    words.add([row.id for row in rows], [node.get_content(metadata_mode=MetadataMode.EMBED) for node in nodes])
 
 
 def _entry(row: NodeRow) -> Entry:
