@@ -223,7 +223,7 @@ class TestStore:
 
 
 class TestRetrievers:
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def embedding(self) -> WordEmbedding:
         return WordEmbedding(model_name="words", embedded=[])
 
