@@ -51,7 +51,8 @@ class NamespaceManifest:
         log: File name of the write-ahead log with the commits since.
         segments: The segments.
         damaged: File names of segments that were set aside.
-        log_bytes: Least length of the log; a shorter one has lost a commit that removed documents.
+        log_bytes: Least length of the log; a shorter one has lost a commit that removed documents. The log itself
+            records its committed length.
         max_tokens: Above so many tokens the least recently used documents are evicted; None: no bound.
         max_age_s: Documents that were added longer ago are evicted, in seconds; None: no bound.
     """

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from reader_rag.datastore.manifest import SegmentEntry
 from reader_rag.datastore.segment import Document, Segment, build_segment
 from reader_rag.datastore.token_codec import Identity
 
@@ -36,6 +37,11 @@ class SegmentState:
         self.committed_tombstones = set(self.tombstones)
         self.used_at: NDArray[np.uint32] = segment.used_at
         self.tombstones_since: float | None = 0.0 if self.tombstones else None
+
+    def entry(self) -> SegmentEntry:
+        """The committed state, as the manifest has it."""
+        segment, tombstones = self.segment, tuple(sorted(map(int, self.committed_tombstones)))
+        return SegmentEntry(segment.file, self.header_crc, segment.size, segment.document_count, tombstones)
 
     def find(self, name: str) -> int:
         """Index of the document of that name, or -1 if there is none or it was removed."""

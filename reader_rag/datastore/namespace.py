@@ -90,18 +90,20 @@ class Namespace:
                 except (FileNotFoundError, DatastoreCorruptError) as error:
                     damaged.append(f"the write-ahead log cannot be read: {error}")
                     log = LogContent([], 0, 0, ())
-                if log.size < manifest.log_bytes:
+                unreadable = len(log.damaged)
+                if log.end < (committed := max(manifest.log_bytes, log.recorded)):
+                    damaged.append(f"{self.folder / manifest.log} lacks its last {committed - log.end} committed bytes")
+                    log = replace(log, damaged=(*log.damaged, (log.end, committed)))
+                if log.end < manifest.log_bytes:
                     # What it holds may have been removed by the commits that are missing.
-                    missing = manifest.log_bytes - log.size
-                    damaged.append(f"{self.folder / manifest.log} lacks its last {missing} bytes")
-                    log = replace(log, changes=[], damaged=(*log.damaged, (log.size, manifest.log_bytes)))
+                    log = replace(log, changes=[])
                 if not damaged or attempt + 1 == _ATTEMPTS or read_namespace_manifest(self.folder) == manifest:
                     break
             self.manifest, self.segments, self.memtable = manifest, segments, Memtable(self.identity)
             self._log_end, self._logged, self._manifest_stamp = log.end, 0, stamp
             self._log_grows = log.version == FORMAT_VERSION and not log.damaged
-            if log.damaged:
-                damaged.append(f"{self.log_path}: {len(log.damaged)} commits cannot be read")
+            if unreadable:
+                damaged.append(f"{self.log_path}: {unreadable} commits cannot be read")
             for what in damaged:
                 if what not in self.damaged:
                     warnings.warn(f"datastore: {what}; the rest is served", ReaderWarning, stacklevel=3)

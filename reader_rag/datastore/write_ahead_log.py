@@ -1,17 +1,24 @@
 """Write-ahead log of a namespace: the changes since its segments were written, one commit after the other.
 
-A file is a magic, a version and frames. A frame is a head (magic, length and CRC-32 of the payload, CRC-32 of the
-head) and a payload. The first frame identifies the datastore; each other one holds the changes of one commit, so that a
-commit is present as a whole or not at all. The names that a commit removes or replaces stand in a frame of their own
-before it: where the commit is damaged they are removed all the same, so that damage brings no removed text back.
+A file is a magic, a version, a record of what is committed, and frames. A frame is a head (magic, length and CRC-32 of
+the payload, CRC-32 of the head) and a payload. The first frame identifies the datastore; each other one holds the
+changes of one commit, so that a commit is present as a whole or not at all. The names that a commit removes or replaces
+stand in a frame of their own before it: where the commit is damaged they are removed all the same, so that damage
+brings no removed text back.
 
-Version 1 had no such names and no checksum of the head. It is read, and replaced when the namespace is opened to write.
+The record has the committed length of the file and the CRC-32 of all committed frames. It is written in place when a
+commit is durable, and flushed to disk with the next one, so it costs no flush of its own: bytes that it counts were
+once on the disk. A file that ends before them is damaged; what follows them may be of an interrupted commit.
+
+Version 2 had no record, version 1 no names and no checksum of the head either. Both are read, and replaced when the
+namespace is opened to write.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +31,13 @@ from reader_rag.datastore.token_codec import Identity, check_version, checksum
 from reader_rag.errors import DatastoreCorruptError
 
 MAGIC = b"RRAGLOG\n"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _HEAD = struct.Struct("<8sI")
+RECORD_AT = _HEAD.size
+"""Offset of the record of what is committed, which lies in the first 512 bytes: a disk writes it whole or not."""
+_RECORD = struct.Struct("<QI")
+_FRAMES_AT = RECORD_AT + _RECORD.size + 4
 _FRAME_1 = struct.Struct("<QI")
 _FRAME_MAGIC = b"RFRM"
 _FRAME = struct.Struct("<4sQI")
@@ -109,10 +120,41 @@ def commit_frames(changes: Iterable[Change]) -> bytes:
     return head + frame(b"".join(map(encode_change, changes)))
 
 
-def empty_log(identity: Identity) -> bytes:
-    """The content of a log without commits."""
+class Committed(NamedTuple):
+    """What is committed of a log.
+
+    Attributes:
+        end: Length of the file, in bytes.
+        crc: CRC-32 of all frames up to there.
+    """
+
+    end: int
+    crc: int
+
+    def extended(self, data: bytes) -> Committed:
+        """What is committed after the frames of another commit."""
+        return Committed(self.end + len(data), zlib.crc32(data, self.crc))
+
+    def record(self) -> bytes:
+        """The bytes at `RECORD_AT`."""
+        record = _RECORD.pack(self.end, self.crc)
+        return record + _HEAD_CRC.pack(checksum(record))
+
+
+def new_log(identity: Identity, changes: bytes = b"") -> tuple[bytes, Committed]:
+    """The content of a new log.
+
+    Args:
+        identity: Identity of the datastore.
+        changes: The changes that it begins with, encoded.
+
+    Returns:
+        The content, and what of it is committed: all.
+    """
     owner = {"tokenizer": identity.tokenizer, "vocabulary": identity.vocabulary}
-    return _HEAD.pack(MAGIC, FORMAT_VERSION) + frame(json.dumps(owner).encode())
+    frames = frame(json.dumps(owner).encode()) + (frame(changes) if changes else b"")
+    committed = Committed(_FRAMES_AT, 0).extended(frames)
+    return _HEAD.pack(MAGIC, FORMAT_VERSION) + committed.record() + frames, committed
 
 
 @dataclass(frozen=True)
@@ -125,6 +167,8 @@ class LogContent:
         size: Size of the file in bytes; the bytes from `end` on are of a commit that was interrupted.
         damaged: Ranges of bytes that were skipped.
         version: Version of the file's format.
+        recorded: The committed length by the file's record; 0: unknown.
+        crc: CRC-32 of the frames up to `end`, if the file was read from its beginning.
     """
 
     changes: list[Change]
@@ -132,13 +176,21 @@ class LogContent:
     size: int
     damaged: tuple[tuple[int, int], ...]
     version: int = FORMAT_VERSION
+    recorded: int = 0
+    crc: int = 0
+
+    @property
+    def committed(self) -> Committed:
+        """What a writer goes on from."""
+        return Committed(self.end, self.crc)
 
 
 def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
     """Read a log from an offset on.
 
     A frame of full length with a wrong checksum is damage: it is skipped and reported, and the documents that it
-    removes or replaces are removed. A frame that the file ends in is of a commit that a crash interrupted.
+    removes or replaces are removed. A frame that the file ends in is of a commit that a crash interrupted, unless the
+    record counts it (`LogContent.recorded`): then it was committed, and its end is lost.
 
     Args:
         path: The file.
@@ -160,6 +212,10 @@ def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
         if at < 0:
             at = -at
             damaged.append((0, at))
+    recorded = _recorded(data) if start == 0 and version == FORMAT_VERSION else Committed(0, 0)
+    if recorded is None:
+        damaged.append((RECORD_AT, _FRAMES_AT))
+        recorded = Committed(0, 0)
     changes: list[Change] = []
     removed: list[Change] = []  # by the commit whose frame comes next
     end = at
@@ -181,7 +237,21 @@ def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
         else:
             changes += decoded
             removed, end = [], stop
-    return LogContent(changes, start + end, start + len(data), tuple(damaged), version)
+    if end < recorded.end:
+        changes += removed
+    elif recorded.end and not damaged and zlib.crc32(data[_FRAMES_AT : recorded.end]) != recorded.crc:
+        # Each frame is whole, and they are not those that were committed: any of them may lack a removal.
+        changes, damaged = [], [(_FRAMES_AT, recorded.end)]
+    crc = zlib.crc32(data[_FRAMES_AT:end]) if start == 0 else 0
+    return LogContent(changes, start + end, start + len(data), tuple(damaged), version, recorded.end, crc)
+
+
+def _recorded(data: bytes) -> Committed | None:
+    """The record of what is committed; None: it is damaged."""
+    record = data[RECORD_AT:_FRAMES_AT]
+    if len(record) < _FRAMES_AT - RECORD_AT or checksum(record[:-4]) != _HEAD_CRC.unpack(record[-4:])[0]:
+        return None
+    return Committed(*_RECORD.unpack(record[:-4]))
 
 
 def _first_commit(data: bytes, path: Path, identity: Identity) -> tuple[int, int]:
@@ -196,9 +266,9 @@ def _first_commit(data: bytes, path: Path, identity: Identity) -> tuple[int, int
     """
     known = len(data) >= _HEAD.size and data[: len(MAGIC)] == MAGIC
     version = _HEAD.unpack(data[: _HEAD.size])[1] if known else FORMAT_VERSION
-    if version != 1:
+    if version not in (1, 2):
         check_version(path, version, FORMAT_VERSION)
-    found = _frame_at(data, _HEAD.size, version)
+    found = _frame_at(data, _FRAMES_AT if version == FORMAT_VERSION else _HEAD.size, version)
     if known and found is not None and found.whole:
         identity.check(_header(found.payload(data), path), path)
         return found.stop, version

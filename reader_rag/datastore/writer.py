@@ -23,7 +23,6 @@ from reader_rag.datastore.compactor import CompactionConfig, choose_segments
 from reader_rag.datastore.manifest import (
     NAMESPACE_MANIFEST,
     NamespaceManifest,
-    SegmentEntry,
     read_namespace_manifest,
     write_namespace_manifest,
 )
@@ -69,15 +68,17 @@ class NamespaceWriter(Namespace):
         self._config, self._files, self._clock = compaction, files, clock
         self._uncommitted: list[wal.Change] = []
         self._uncommitted_documents = 0
+        self._uncommitted_removals = False  # whether documents are removed or replaced
         self._removed_from_log_since: float | None = None
         self._last_number = 0
         self._log_start = 0  # bytes of the log when it was made
+        self._committed = wal.Committed(0, 0)
         self._compacting = threading.Lock()
         self.removed = False
         with datastore_errors(folder):
             if not (folder / NAMESPACE_MANIFEST).exists():
                 files.make_folder(folder)
-                files.create(folder / "0.log", [wal.empty_log(identity)])
+                files.create(folder / "0.log", [wal.new_log(identity)[0]])
                 write_namespace_manifest(files, folder, NamespaceManifest(name, log="0.log"))
             self._recover()
 
@@ -86,7 +87,7 @@ class NamespaceWriter(Namespace):
     def add(self, document: Document) -> None:
         """Add a document, or replace the one of its name."""
         with self.lock:
-            self._remove(document.name)
+            self._uncommitted_removals |= self._remove(document.name)
             self.memtable.add([document])
             self._uncommitted.append(wal.Added(document))
             self._uncommitted_documents += 1
@@ -102,6 +103,7 @@ class NamespaceWriter(Namespace):
             if not self._remove(name):
                 return False
             self._uncommitted.append(wal.Removed(name))
+            self._uncommitted_removals = True
             self.version += 1
             return True
 
@@ -143,9 +145,10 @@ class NamespaceWriter(Namespace):
                             self._files.shorten(self.log_path, self._log_end)
                         raise
                 self._log_end += len(data)
+                self._record(self._committed.extended(data))
                 self._logged += self._uncommitted_documents
-                removes = any(isinstance(change, wal.Removed) for change in self._uncommitted)
-                self._uncommitted, self._uncommitted_documents = [], 0
+                removes = self._uncommitted_removals
+                self._uncommitted, self._uncommitted_documents, self._uncommitted_removals = [], 0, False
                 if self._commit_tombstones() or removes:
                     # Removed text stays removed where the log is damaged or lost; the commit itself is in the log.
                     with contextlib.suppress(OSError):
@@ -158,6 +161,16 @@ class NamespaceWriter(Namespace):
                 except DatastoreWriteError as error:  # the changes are in the log
                     warnings.warn(str(error), ReaderWarning, stacklevel=2)
 
+    def _record(self, committed: wal.Committed) -> None:
+        """Record in the log what is committed of it.
+
+        Where that fails the commit holds all the same, and the next one records it: until then, a log that is cut off
+        there looks like one with an interrupted commit.
+        """
+        self._committed = committed
+        with contextlib.suppress(OSError):
+            self._files.overwrite(self.log_path, wal.RECORD_AT, committed.record())
+
     def flush(self) -> None:
         """Write the memtable to a segment and begin a new log; all changes must be committed."""
         assert not self._uncommitted
@@ -167,12 +180,13 @@ class NamespaceWriter(Namespace):
             segments = list(self.segments)
             if documents:
                 segments.append(self._write_segment(self._build(documents), created))
-            uses = b"".join(self._uses())
-            self._files.create(self.folder / name, [wal.empty_log(self.identity), wal.frame(uses) if uses else b""])
+            content, committed = wal.new_log(self.identity, b"".join(self._uses()))
+            self._files.create(self.folder / name, [content])
             old = self.log_path
             self._replace_manifest(segments, log=name, log_bytes=0)
             self.segments, self.memtable = segments, Memtable(self.identity)
-            self._log_start = self._log_end = self.log_path.stat().st_size
+            self._committed = committed
+            self._log_start = self._log_end = committed.end
             self._logged, self._removed_from_log_since = 0, None
             self.version += 1
             self._discard([old.name])
@@ -190,7 +204,7 @@ class NamespaceWriter(Namespace):
             with self.lock:
                 self.commit()
                 # Documents in a log take precedence over those in segments.
-                if self._log_end > len(wal.empty_log(self.identity)):
+                if self._log_end > wal.new_log(self.identity)[1].end:
                     self.flush()
                 replaced = [found for document in documents if (found := self.locate(document.name))]
                 for state, k in replaced:
@@ -340,12 +354,21 @@ class NamespaceWriter(Namespace):
             if self.log_path.exists() and log.version == wal.FORMAT_VERSION:
                 self._move_aside(self.manifest.log, copy=True)
             self.flush()
-        elif log.size > log.end:
-            message = f"{self.log_path}: {log.size - log.end} bytes of an interrupted commit are dropped"
-            warnings.warn(message, ReaderWarning, stacklevel=3)
-            self._files.shorten(self.log_path, log.end)
-        if self._logged > len(self.memtable.documents):
+        else:
+            if log.size > log.end:
+                message = f"{self.log_path}: {log.size - log.end} bytes of an interrupted commit are dropped"
+                warnings.warn(message, ReaderWarning, stacklevel=3)
+                self._files.shorten(self.log_path, log.end)
+            self._committed = log.committed
+            if log.recorded < log.end:
+                self._record(log.committed)
+        removed_from_log = self._logged > len(self.memtable.documents)
+        if removed_from_log:
             self._removed_from_log_since = 0.0
+        tombstones = sum(len(entry.tombstones) for entry in self.manifest.segments)
+        removed = removed_from_log or tombstones < sum(len(state.tombstones) for state in self.segments)
+        if removed and self.manifest.log_bytes < self._log_end:  # the process ended before it wrote the manifest
+            self._replace_manifest(log_bytes=self._log_end)
         named = {NAMESPACE_MANIFEST, _DAMAGED, self.manifest.log, *(entry.file for entry in self.manifest.segments)}
         self._discard([path.name for path in self.folder.iterdir() if path.name not in named])
 
@@ -372,16 +395,7 @@ class NamespaceWriter(Namespace):
             segments: The segments that it names; None: those before.
             changes: Other attributes of the manifest.
         """
-        entries = tuple(
-            SegmentEntry(
-                state.segment.file,
-                state.header_crc,
-                state.segment.size,
-                state.segment.document_count,
-                tuple(sorted(map(int, state.committed_tombstones))),
-            )
-            for state in (self.segments if segments is None else segments)
-        )
+        entries = tuple(state.entry() for state in (self.segments if segments is None else segments))
         new = replace(self.manifest, generation=self.manifest.generation + 1, segments=entries, **changes)
         try:
             self._files.sync_folder(self.folder)  # the files that the manifest names must be durable before it

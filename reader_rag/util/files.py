@@ -73,6 +73,19 @@ class Files:
             self.write(file.fileno(), data)
             self.sync(file.fileno())
 
+    def overwrite(self, path: Path, at: int, data: bytes) -> None:
+        """Write `data` at an offset of a file, without flushing it to disk: the next flush of the file does.
+
+        Args:
+            path: The file.
+            at: Offset in bytes; `data` must not cross a multiple of 512, so that a power cut leaves all of it or none.
+            data: What to write.
+        """
+        assert at // 512 == (at + len(data) - 1) // 512
+        with path.open("r+b", buffering=0) as file:
+            file.seek(at)
+            self.write(file.fileno(), data)
+
     def shorten(self, path: Path, size: int) -> None:
         """Truncate a file to `size` bytes and flush it to disk."""
         with path.open("r+b", buffering=0) as file:

@@ -132,6 +132,13 @@ class FailingFiles(Files):
         self._unsynced[path] = path.stat().st_size
         super().append(path, at, data)
 
+    def overwrite(self, path: Path, at: int, data: bytes) -> None:
+        if self._step("overwrite"):
+            raise self._fail()
+        with path.open("r+b") as file:  # not a step of `write`: a few bytes of one sector are written whole or not
+            file.seek(at)
+            file.write(data)
+
     def shorten(self, path: Path, size: int) -> None:
         self._path = path
         super().shorten(path, size)

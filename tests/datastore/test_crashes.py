@@ -104,7 +104,7 @@ def test_the_script_reaches_all_kinds_of_writes(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", files=files) as store:
         script.run(store)
         assert everything(store) == script.committed
-    assert set(files.log) == {"create", "write", "sync", "truncate", "rename", "unlink", "sync_folder"}
+    assert set(files.log) == {"create", "write", "sync", "truncate", "overwrite", "rename", "unlink", "sync_folder"}
 
 
 @pytest.mark.parametrize("power_cut", [False, True], ids=["killed", "power cut"])

@@ -19,6 +19,7 @@ from reader_rag.datastore.namespace import folder_name
 from reader_rag.datastore.segment import Document
 from reader_rag.datastore.token_codec import checksum
 from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError, ReaderWarning
+from reader_rag.util.files import Files
 
 
 @pytest.fixture
@@ -120,10 +121,11 @@ def test_a_segment_with_damaged_tokens_is_set_aside_when_it_is_merged(folder: Pa
 
 
 def test_an_interrupted_commit_is_dropped_and_reported(folder: Path) -> None:
+    [log] = (folder / folder_name("")).glob("*.log")
+    before = log.read_bytes()
     with open_store(folder) as store:
         store.add("e", [3, 3, 3])
-    [log] = (folder / folder_name("")).glob("*.log")
-    log.write_bytes(log.read_bytes()[:-3])
+    log.write_bytes(before + log.read_bytes()[len(before) : -3])
     with open_store(folder, read_only=True) as reader:
         assert "e" not in contents(reader)
     with open_store(folder) as store:
@@ -132,6 +134,79 @@ def test_an_interrupted_commit_is_dropped_and_reported(folder: Path) -> None:
         store.add("f", [4, 4])
     with open_store(folder) as store:
         assert sorted(contents(store)) == ["a", "b", "c", "d", "f"]
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_log_that_is_shorter_than_what_was_committed_is_damaged(tmp_path: Path, read_only: bool) -> None:
+    ends = []
+    with open_store(tmp_path / "s") as store:
+        for n, name in enumerate("abc"):
+            store.add(name, [n, 2, 3])
+            store.commit()
+            [log] = (tmp_path / "s" / folder_name("")).glob("*.log")
+            ends.append(log.stat().st_size)
+    data = log.read_bytes()
+    for size in range(0, len(data), 2):
+        folder = tmp_path / f"s{size}"
+        shutil.copytree(tmp_path / "s", folder)
+        (folder / folder_name("") / log.name).write_bytes(data[:size])
+        names = "abc"[: sum(end <= size for end in ends)]
+        with open_store(folder, read_only=read_only) as store:
+            with pytest.warns(ReaderWarning, match="lacks its last [0-9]+ committed bytes|cannot be read"):
+                assert "".join(sorted(contents(store))) == names, size
+            assert store.verify() != []
+        if not read_only:
+            with open_store(folder) as store, warnings.catch_warnings():
+                warnings.simplefilter("error")  # reported once
+                assert "".join(sorted(contents(store))) == names, size
+        shutil.rmtree(folder)
+
+
+def test_commits_that_changed_places_in_a_log_are_found(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        ends = [wal.new_log(store._identity)[1].end]
+        for name in "ab":
+            store.add(name, [2, 3, 4])
+            store.commit()
+            [log] = (tmp_path / "s" / folder_name("")).glob("*.log")
+            ends.append(log.stat().st_size)
+    data, (start, middle, end) = log.read_bytes(), ends
+    log.write_bytes(data[:start] + data[middle:end] + data[start:middle])
+    with pytest.warns(ReaderWarning, match="1 commits cannot be read"), open_store(tmp_path / "s") as store:
+        assert contents(store) == {}
+    assert (tmp_path / "s" / folder_name("") / "damaged" / log.name).exists()
+
+
+def test_a_document_that_was_replaced_in_the_log_does_not_return(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        store.add("a", [1, 2, 3])
+        store.commit()
+        [log] = (tmp_path / "s" / folder_name("")).glob("*.log")
+        before = log.read_bytes()
+        store.add("a", [4, 5, 6])
+        store.commit()
+    log.write_bytes(before)
+    with pytest.warns(ReaderWarning, match="committed bytes"), open_store(tmp_path / "s") as store:
+        assert contents(store) == {}
+
+
+def test_a_removal_stays_where_a_process_ended_before_it_wrote_the_manifest(folder: Path) -> None:
+    class EndsBefore(Files):
+        def replace(self, path: Path, data: bytes) -> None:
+            raise OSError(5, "the process ends here")
+
+    [log] = (folder / folder_name("")).glob("*.log")
+    before = log.read_bytes()
+    store = open_store(folder, files=EndsBefore())
+    for name in ("a", "d"):
+        store.remove(name)
+    store.close()
+    open_store(folder).close()
+    with open_store(folder) as store:
+        assert sorted(contents(store)) == ["b", "c"]
+    log.write_bytes(before)
+    with pytest.warns(ReaderWarning, match="committed bytes"), open_store(folder) as store:
+        assert sorted(contents(store)) == ["b", "c"]
 
 
 def test_a_damaged_commit_is_reported_and_later_ones_are_kept(folder: Path) -> None:
@@ -199,7 +274,7 @@ def test_a_file_of_another_version_is_refused_and_not_changed(folder: Path, file
     path.write_bytes(data.replace(b" 1 ", b" 9 ", 1) if path.suffix == ".json" else data[:8] + b"\x09" + data[9:])
     before = bytes_on_disk(folder)
     for read_only in (False, True):
-        with pytest.raises(DatastoreMismatchError, match="has format 9 and this version reads [12]: use the version"):
+        with pytest.raises(DatastoreMismatchError, match="has format 9 and this version reads [13]: use the version"):
             contents(open_store(folder, read_only=read_only))
     assert bytes_on_disk(folder) == before
 
@@ -274,6 +349,19 @@ def test_no_cut_of_the_log_brings_removed_text_back(tmp_path: Path, read_only: b
         with pytest.warns(ReaderWarning), open_store(folder, read_only=read_only) as store:
             assert contents(store) == {}, size
         shutil.rmtree(folder)
+
+
+def test_a_log_of_version_2_is_read_and_replaced(folder: Path) -> None:
+    [log] = (folder / folder_name("")).glob("*.log")
+    data = log.read_bytes()
+    log.write_bytes(data[:8] + struct.pack("<I", 2) + data[28:])  # the same without the record
+    expected = {"a": [1, 2, 3] * 10, "b": [4, 5, 6] * 10, "c": [7, 8, 9] * 10, "d": [1, 2, 9]}
+    for read_only in (True, False):
+        with open_store(folder, read_only=read_only) as store, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert contents(store) == expected
+    [log] = (folder / folder_name("")).glob("*.log")
+    assert log.read_bytes()[8:12] == struct.pack("<I", wal.FORMAT_VERSION)
 
 
 def test_a_log_of_version_1_is_read_and_replaced(folder: Path) -> None:
