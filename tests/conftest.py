@@ -56,15 +56,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_idle_work() -> Iterator[None]:
-    """No engine computes a profile while it is idle, and none is written to the user's cache folder.
+def little_measuring() -> Iterator[None]:
+    """Engines compute no profile while idle, and measure step costs with a few steps instead of for three seconds.
 
-    The tests of profiles set limits of their own. Where no collected test imports engines, nothing is imported here.
+    What is measured changes how many nodes are verified, never an answer. The tests of profiles and step costs set
+    limits of their own. Where no collected test imports engines, nothing is imported here.
     """
-    module = sys.modules.get("reader_rag.model.profile_task")
+    profile_task = sys.modules.get("reader_rag.model.profile_task")
+    step_costs = sys.modules.get("reader_rag.model.step_costs")
     with pytest.MonkeyPatch.context() as patch:
-        if module is not None:
-            patch.setattr(module, "LIMITS", module.ProfileLimits(cpu_s=0.0))
+        if profile_task is not None:
+            patch.setattr(profile_task, "LIMITS", profile_task.ProfileLimits(cpu_s=0.0))
+        if step_costs is not None:
+            patch.setattr(step_costs, "_BUDGET_S", 0.1)
         yield
 
 

@@ -338,7 +338,7 @@ def test_answers_of_a_warm_engine_are_those_of_a_cold_one(name: str, forward: An
 
 @pytest.mark.usefixtures("loops_read_prompts")
 @pytest.mark.parametrize("exactness", ["fast", "strict"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_to_the_last_bit_where_the_loops_read_prompts(dtype: torch.dtype, exactness: Any) -> None:
     model = make_model("Llama").to(dtype)
     cold, warm = (made(model, exactness=exactness, prefix_bytes=most) for most in (0, None))
@@ -346,7 +346,7 @@ def test_to_the_last_bit_where_the_loops_read_prompts(dtype: torch.dtype, exactn
     turns(cold, warm, 64, bits=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_to_the_last_bit_too_where_the_loops_decode_16_bits_that_pytorch_reads(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
