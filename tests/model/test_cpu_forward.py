@@ -59,7 +59,7 @@ def test_its_logits_are_the_models_own(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("committed", [1, 2, 7, 8, 9, 64, 131])
+@pytest.mark.parametrize("committed", [1, 9, 131, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7, 8, 64))])
 @pytest.mark.parametrize("name", ["llama", "one query head for each key head", "qwen3", *WINDOWED])
 def test_a_drafted_rows_bits_are_those_of_plain_decoding(name: str, committed: int, dtype: torch.dtype) -> None:
     target = Target(make_model(*SETTINGS[name], dtype))
