@@ -33,7 +33,9 @@ class ServerConfig(Settings):
         10, "Most requests a minute with a wrong API key from one address; further ones get 429.", ge=1
     )
     originals_bytes: int = setting(
-        4 << 30, "Most bytes of uploaded files kept beside their text; beyond that, only the text is kept.", ge=0
+        4 << 30,
+        "Most bytes of uploaded files kept for a tenant; of the oldest beyond that only the text is kept.",
+        ge=0,
     )
     jobs_per_tenant: int = setting(4, "Most ingestions of a tenant that run or wait.", ge=1)
     undo_seconds: float = setting(120.0, "Seconds in which a deleted document can be restored.", ge=0.0)

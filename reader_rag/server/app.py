@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.concurrency import run_in_threadpool
 
 from reader_rag import __version__
-from reader_rag.server import health
+from reader_rag.server import embeddings, health
 from reader_rag.server.access import AccessChecks
+from reader_rag.server.conversations import routes as conversations
+from reader_rag.server.documents import routes as documents
 from reader_rag.server.errors import ErrorBody, add_handlers
 from reader_rag.server.limits import BodyLimits, SafeHeaders
 from reader_rag.server.metrics import CountRequests, ServiceMetrics
 from reader_rag.server.service import Service
 
+_PURGE_S = 5.0
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is refused."},
     "5XX": {"model": ErrorBody, "description": "The service cannot answer now."},
@@ -26,6 +31,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def _routers() -> Iterator[APIRouter]:
     """The routers of all parts of the service."""
     yield health.router
+    yield embeddings.router
+    yield documents.router
+    yield conversations.router
 
 
 def create_app(service: Service) -> FastAPI:
@@ -39,10 +47,12 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         metrics.observe()
+        purging = asyncio.create_task(_purge(service))
         try:
             yield
         finally:
             app.state.closing = True
+            purging.cancel()
             metrics.close()
 
     app = FastAPI(
@@ -73,6 +83,13 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(SafeHeaders)
     app.add_middleware(CountRequests, metrics=metrics)
     return app
+
+
+async def _purge(service: Service) -> None:
+    """Remove for good, now and then, what was deleted and not restored in time."""
+    while service.library is not None:
+        await asyncio.sleep(_PURGE_S)
+        await run_in_threadpool(service.library.purge)
 
 
 def _describe(app: FastAPI) -> None:

@@ -11,11 +11,12 @@ import pytest
 from fastapi.testclient import TestClient
 from word_embedding import WordEmbedding
 
-from reader_rag.config import ServerConfig
 from reader_rag.engine.engine import Engine
 from reader_rag.llm import ReaderLLM
 from reader_rag.rag import FaissStore
 from reader_rag.server.app import create_app
+from reader_rag.server.documents.jobs import Jobs
+from reader_rag.server.documents.library import Library
 from reader_rag.server.keys import KeyFile, KeyRing
 from reader_rag.server.service import Service
 
@@ -36,14 +37,10 @@ def service(tiny_engine: Engine, embedding: WordEmbedding, tmp_path: Path) -> It
     """A service over the tiny model and an empty store, without keys."""
     folder = tmp_path / "store"
     with FaissStore(folder, embed_model=embedding) as store:
-        yield Service(
-            llm=ReaderLLM.from_engine(tiny_engine, max_tokens=32),
-            model="tiny",
-            config=ServerConfig(),
-            store=store,
-            embedding=embedding,
-            folder=folder,
-        )
+        llm = ReaderLLM.from_engine(tiny_engine, max_tokens=32)
+        made = Service.open(llm, "tiny", store=store, embedding=embedding, folder=folder)
+        yield made
+        made.close()
 
 
 @pytest.fixture
@@ -58,6 +55,9 @@ def make_client(service: Service) -> Iterator[MakeClient]:
         config: dict[str, Any] | None = None, keys: KeyRing | None = None, key: str = "", base_url: str = BASE_URL
     ) -> TestClient:
         changed = replace(service, config=replace(service.config, **(config or {})), keys=keys)
+        if config is not None and service.library is not None:
+            library = Library(service.library.store, service.library.embedding, service.library.folder, changed.config)
+            changed = replace(changed, library=library, jobs=Jobs(library, changed.config))
         client = TestClient(create_app(changed), base_url=base_url, raise_server_exceptions=False)
         if key:
             client.headers["Authorization"] = f"Bearer {key}"

@@ -1,0 +1,338 @@
+"""`Library`: the documents of all tenants, for the API: list, text, originals, deletion with undo."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import shutil
+import threading
+import time
+import unicodedata
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.schema import BaseNode, MetadataMode
+
+from reader_rag.config import ServerConfig
+from reader_rag.errors import StoreWriteError
+from reader_rag.rag.stores.contract import DocumentRecord, DocumentStore
+from reader_rag.server.documents.text import DocumentText, document_id, document_text
+from reader_rag.server.errors import ApiError
+
+_ORIGINALS = "originals"
+_TRASH = "trash"
+_INCOMING = "incoming"
+_NAME_BYTES = 180
+_UNDOS_PER_TENANT = 32
+_SUMMARIES = 1 << 14
+
+
+@dataclass(frozen=True)
+class DocumentSummary:
+    """A document in the list.
+
+    Attributes:
+        id: Its id in the API.
+        name: File name.
+        title: Title; the file name without suffix where the document has none.
+        type: Suffix of the file name, in lower case, without the dot.
+        size: Bytes of the original; None where it is not kept.
+        chunks: Number of nodes.
+        pages: Number of pages; 1 where the format has none.
+        version: Hash of its text.
+        added: Unix time at which the original was uploaded; None where it is not kept.
+        original: Whether the original is kept.
+    """
+
+    id: str
+    name: str
+    title: str
+    type: str
+    size: int | None
+    chunks: int
+    pages: int
+    version: str
+    added: float | None
+    original: bool
+
+
+@dataclass(frozen=True)
+class _Deleted:
+    tenant: str
+    record: DocumentRecord
+    nodes: list[BaseNode]
+    original: Path | None  # in the trash
+    until: float  # Unix time
+
+
+class Library:
+    """The documents of all tenants.
+
+    Args:
+        store: The store.
+        embedding: Its embedding model, which restores deleted documents.
+        folder: Where originals are kept.
+        config: Limits.
+
+    Attributes:
+        store: As given.
+        embedding: As given.
+        folder: As given.
+
+    Raises:
+        StoreWriteError: The folder cannot be written.
+    """
+
+    def __init__(self, store: DocumentStore, embedding: BaseEmbedding, folder: Path, config: ServerConfig) -> None:
+        self.store = store
+        self.embedding = embedding
+        self.folder = folder
+        self._config = config
+        self._lock = threading.Lock()
+        self._deleted: OrderedDict[str, _Deleted] = OrderedDict()
+        self._summaries: OrderedDict[tuple[str, str, str], tuple[str, int, int, str]] = OrderedDict()
+        try:
+            for name in (_ORIGINALS, _TRASH, _INCOMING):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+            self._empty(_TRASH)  # of an earlier process: nobody has the tokens any more
+            self._empty(_INCOMING)
+        except OSError as error:
+            raise StoreWriteError(
+                f"the folder {folder} cannot be written ({error.strerror or error}); choose another store"
+            ) from error
+
+    def close(self) -> None:
+        """Remove what was deleted and not restored."""
+        with self._lock:
+            self._deleted.clear()
+        self._empty(_TRASH)
+
+    # -- reading --
+
+    def records(self, tenant: str) -> list[DocumentRecord]:
+        """A tenant's documents, in path order.
+
+        Args:
+            tenant: The tenant.
+        """
+        return self.store.for_tenant(tenant).documents()
+
+    def find(self, tenant: str, id_: str) -> DocumentRecord:
+        """A tenant's document.
+
+        Args:
+            tenant: The tenant.
+            id_: Its id in the API.
+
+        Raises:
+            ApiError: The tenant has no such document.
+        """
+        for record in self.records(tenant):
+            if document_id(record.path) == id_:
+                return record
+        raise ApiError(404, "there is no such document", code="document_not_found")
+
+    def text(self, tenant: str, record: DocumentRecord) -> DocumentText:
+        """The text of a document.
+
+        Args:
+            tenant: The tenant.
+            record: The document.
+        """
+        return document_text(self.store.for_tenant(tenant).get_nodes(doc_ids=[record.path]))
+
+    def summary(self, tenant: str, record: DocumentRecord) -> DocumentSummary:
+        """What the list says of a document.
+
+        Args:
+            tenant: The tenant.
+            record: The document.
+        """
+        key = (tenant, record.path, record.hash)
+        with self._lock:
+            known = self._summaries.get(key)
+        if known is None:
+            text = self.text(tenant, record)
+            known = (text.name or Path(record.path).name, len(text.offsets), len(text.pages), text.version)
+            with self._lock:
+                self._summaries[key] = known
+                while len(self._summaries) > _SUMMARIES:
+                    self._summaries.popitem(last=False)
+        name, chunks, pages, version = known
+        original = self.original(tenant, record)
+        status = original.stat() if original is not None else None
+        return DocumentSummary(
+            id=document_id(record.path),
+            name=name,
+            title=Path(name).stem or name,
+            type=Path(name).suffix.lower().removeprefix("."),
+            size=None if status is None else status.st_size,
+            chunks=chunks,
+            pages=pages,
+            version=version,
+            added=None if status is None else status.st_mtime,
+            original=original is not None,
+        )
+
+    def original(self, tenant: str, record: DocumentRecord) -> Path | None:
+        """The uploaded file of a document; None where it is not kept, as of files that were not uploaded.
+
+        Args:
+            tenant: The tenant.
+            record: The document.
+        """
+        # The folder of the store may have been moved since: only the end of the recorded path counts.
+        path = self.place(tenant, Path(record.path).name)
+        if Path(record.path).parts[-4:] != path.parts[-4:] or path.is_symlink() or not path.is_file():
+            return None
+        return path
+
+    # -- files of uploads --
+
+    def place(self, tenant: str, name: str) -> Path:
+        """Where the original of an upload is kept: a file of the same name takes the place of the earlier one.
+
+        Args:
+            tenant: The tenant.
+            name: A name that `safe_name` returned.
+        """
+        return self.folder / _ORIGINALS / _hashed(tenant) / _hashed(name) / name
+
+    def bound_originals(self, tenant: str) -> None:
+        """Keep a tenant's originals within their bound: the oldest go, their texts stay.
+
+        Args:
+            tenant: The tenant.
+        """
+        found = []
+        for path in (self.folder / _ORIGINALS / _hashed(tenant)).glob("*/*"):
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        excess = sum(size for _, size, _ in found) - self._config.originals_bytes
+        for _, size, path in sorted(found):
+            if excess <= 0:
+                break
+            path.unlink(missing_ok=True)
+            excess -= size
+
+    def incoming(self) -> Path:
+        """A new folder for the files of an upload."""
+        folder = self.folder / _INCOMING / secrets.token_hex(8)
+        folder.mkdir()
+        return folder
+
+    # -- deletion --
+
+    def delete(self, tenant: str, id_: str) -> tuple[str, float]:
+        """Delete a document. Nothing of it is found from then on.
+
+        Args:
+            tenant: The tenant.
+            id_: Its id in the API.
+
+        Returns:
+            The token that restores it, and the Unix time until which it does.
+
+        Raises:
+            ApiError: The tenant has no such document.
+            StoreError: The store cannot be changed.
+        """
+        record = self.find(tenant, id_)
+        store = self.store.for_tenant(tenant)
+        nodes = store.get_nodes(doc_ids=[record.path])
+        original = self.original(tenant, record)
+        store.replace_documents((), (), [record.path])
+        token = secrets.token_urlsafe(16)
+        in_trash = None
+        if original is not None:
+            in_trash = self.folder / _TRASH / token
+            in_trash.mkdir()
+            original.replace(in_trash / original.name)
+            with contextlib.suppress(OSError):  # a new one is being uploaded
+                original.parent.rmdir()
+        until = time.time() + self._config.undo_seconds
+        with self._lock:
+            self._deleted[token] = _Deleted(tenant, record, nodes, in_trash, until)
+        self.purge()
+        return token, until
+
+    def undo(self, tenant: str, token: str) -> str:
+        """Restore a deleted document.
+
+        Args:
+            tenant: The tenant.
+            token: What `delete` returned.
+
+        Returns:
+            The document's id.
+
+        Raises:
+            ApiError: There is nothing to restore, or there is a new document of that name.
+            StoreError: The store cannot be changed.
+        """
+        with self._lock:
+            deleted = self._deleted.get(token)
+            if deleted is None or deleted.tenant != tenant or deleted.until < time.time():
+                raise ApiError(404, "there is nothing to restore: the time for it is over", code="undo_gone")
+            del self._deleted[token]
+        record = deleted.record
+        try:
+            if any(other.path == record.path for other in self.records(tenant)):
+                raise ApiError(409, "there is a new document of that name", code="replaced")
+            texts = [node.get_content(metadata_mode=MetadataMode.EMBED) for node in deleted.nodes]
+            vectors = self.embedding.get_text_embedding_batch(texts)
+            for node, vector in zip(deleted.nodes, vectors, strict=True):
+                node.embedding = vector
+            if deleted.original is not None:
+                place = self.place(tenant, Path(record.path).name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                (deleted.original / place.name).replace(place)
+                deleted.original.rmdir()
+            self.store.for_tenant(tenant).replace_documents(deleted.nodes, [record])
+        except BaseException:
+            with self._lock:
+                self._deleted[token] = deleted  # it may be tried again
+            raise
+        return document_id(record.path)
+
+    def purge(self) -> None:
+        """Remove for good what was deleted longer ago than it can be restored, and more than may wait for that."""
+        now, gone = time.time(), []
+        with self._lock:
+            count: dict[str, int] = {}
+            for token in reversed(list(self._deleted)):
+                tenant = self._deleted[token].tenant
+                count[tenant] = count.get(tenant, 0) + 1
+                if self._deleted[token].until < now or count[tenant] > _UNDOS_PER_TENANT:
+                    gone.append(self._deleted.pop(token))
+        for deleted in gone:
+            if deleted.original is not None:
+                shutil.rmtree(deleted.original, ignore_errors=True)
+
+    def _empty(self, name: str) -> None:
+        for entry in (self.folder / name).iterdir():
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def safe_name(name: str) -> str:
+    """The name of an uploaded file as a file name: one part of a path, printable, not hidden, not too long.
+
+    Args:
+        name: The name that the client sent, which may be anything.
+    """
+    last = unicodedata.normalize("NFC", name).replace("\\", "/").rsplit("/", 1)[-1]
+    text = "".join(character if character.isprintable() else "_" for character in last).strip()
+    text = text.lstrip(".").strip() or "unnamed"
+    stem, dot, suffix = text.rpartition(".")
+    if not dot or len(suffix.encode()) > 16:
+        stem, dot, suffix = text, "", ""
+    room = _NAME_BYTES - len(f"{dot}{suffix}".encode())
+    return stem.encode()[:room].decode("utf-8", "ignore") + dot + suffix
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
