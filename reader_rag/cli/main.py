@@ -19,7 +19,9 @@ from reader_rag.cli.demo import demo
 from reader_rag.cli.display.errors import OneLineErrors
 from reader_rag.cli.display.terminal import quiet_libraries
 from reader_rag.cli.ingest import ingest
+from reader_rag.cli.keys import app as keys_app
 from reader_rag.cli.models import app as models_app
+from reader_rag.cli.serve import serve
 from reader_rag.cli.verify import verify
 from reader_rag.cli.vllm_args import vllm_args
 from reader_rag.config.threads import configure_threads
@@ -38,12 +40,14 @@ for _command, _example in (
     (ask, 'ask "Who wrote the report?" --store ~/papers-store --compare'),
     (chat, "chat --store ~/papers-store"),
     (demo, "demo --max-tokens 64"),
+    (serve, "serve --store ~/papers-store"),
     (verify, "verify --dtype bfloat16 --exactness strict"),
 ):
     app.command(epilog=f"Example: reader-rag {_example}")(_command)
 app.command("vllm-args", epilog='Example: eval "$(reader-rag vllm-args --model Qwen/Qwen3-8B) --port 8000"')(vllm_args)
 app.add_typer(models_app, name="models")
 app.add_typer(datastore_app, name="datastore")
+app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
 
 

@@ -120,3 +120,9 @@ Profile = Annotated[
     ProfileMode,
     setting_option(EngineConfig, "profile", text="off: compute nothing between two answers, for better drafts."),
 ]
+
+# The service
+
+ApiKeys = Annotated[
+    Path, typer.Option("--api-keys", metavar="FILE", help="File of API keys, as hashes.", show_default=False)
+]

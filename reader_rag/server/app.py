@@ -73,15 +73,17 @@ def create_app(service: Service) -> FastAPI:
     _describe(app)
     # The last one added is the first that a request meets.
     app.add_middleware(BodyLimits, config=service.config)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=list(service.config.cors_origins),
-        allow_methods=["GET", "POST", "PUT", "DELETE"],
-        allow_headers=["Authorization", "Content-Type"],
-    )
+    if service.config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.config.cors_origins),
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["Authorization", "Content-Type"],
+            expose_headers=["Retry-After"],
+        )
     app.add_middleware(AccessChecks, config=service.config, keys=service.keys, tenant=service.tenant)
-    app.add_middleware(SafeHeaders)
     app.add_middleware(CountRequests, metrics=metrics)
+    app.add_middleware(SafeHeaders)
     return app
 
 

@@ -149,7 +149,7 @@ def log_bug(error: BaseException) -> None:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have an app answer every error in the one form.
+    """Have an app answer every known error in the one form; `CountRequests` does so with all others.
 
     Args:
         app: The app.
@@ -167,7 +167,6 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(ReaderError, known)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, known)
 
 
 def _validation(first: Mapping[str, Any]) -> ErrorBody:

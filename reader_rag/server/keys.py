@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import stat
@@ -21,6 +22,8 @@ from filelock import FileLock, Timeout
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError, ReaderError, ServeError
 from reader_rag.util.files import atomic_path
+
+_log = logging.getLogger("reader_rag.server")
 
 PREFIX = "rr-"
 """Of every key, so that one is recognised where it should not be, in a repository for example."""
@@ -185,9 +188,12 @@ class KeyRing:
                 self._looked = now
                 seen = _identity(self._file.path)
                 if seen != self._seen:
-                    # A file that cannot be read any more lets nobody in.
-                    self._keys = self._file.read() if seen is not None else []
                     self._seen = seen
+                    try:
+                        self._keys = self._file.read()
+                    except ServeError as error:
+                        self._keys = []
+                        _log.error("nobody is let in any more: %s", error)
             return self._keys
 
 

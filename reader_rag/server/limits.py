@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 
+import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from reader_rag.config import ServerConfig
 from reader_rag.server.errors import ApiError, response_of
@@ -146,3 +148,44 @@ class SafeHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+
+
+def slow_header_protocol(seconds: float) -> type[H11Protocol]:
+    """uvicorn's protocol, which closes connections whose request has not all its headers in time.
+
+    Args:
+        seconds: Most seconds from the connection, or from the first byte after another request.
+    """
+
+    class SlowHeaderProtocol(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._arm()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is h11.IDLE:
+                self._arm()
+            else:
+                self._disarm()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def _arm(self) -> None:
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(seconds, self._expire)
+
+        def _disarm(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _expire(self) -> None:
+            _log.warning("closed a connection from %s: its headers came too slowly", (self.client or ("unknown",))[0])
+            self.transport.close()
+
+    return SlowHeaderProtocol

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.metrics import PrometheusMetrics
+from reader_rag.server.errors import log_bug, response_of
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -82,7 +83,7 @@ class ServiceMetrics:
 
 
 class CountRequests:
-    """ASGI middleware: counts requests.
+    """ASGI middleware: counts requests, and answers those that fail by a bug, whose message may quote a question.
 
     Args:
         app: The app behind it.
@@ -112,6 +113,10 @@ class CountRequests:
         begin = self._metrics.began()
         try:
             await self._app(scope, receive, send_noting)
+        except Exception as error:
+            log_bug(error)
+            if status == self._GONE:
+                await response_of(error)(scope, receive, send_noting)
         finally:
             route = getattr(scope.get("route"), "path", _NO_ROUTE)
             method = scope["method"] if scope["method"] in self._METHODS else "other"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.llms.llm import LLM
 
 from reader_rag.config import ServerConfig
 from reader_rag.rag.stores.contract import DocumentStore
-from reader_rag.server.conversations.store import Conversations
-from reader_rag.server.documents.jobs import Jobs
-from reader_rag.server.documents.library import Library
 from reader_rag.server.keys import KeyRing
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # their routes use the service
     from reader_rag.engine.engine import Engine
+    from reader_rag.server.conversations.store import Conversations
+    from reader_rag.server.documents.jobs import Jobs
+    from reader_rag.server.documents.library import Library
 
 DOCS_SUFFIX = "+docs"
 """Appended to a model's name: answers come from the store."""
@@ -25,7 +24,7 @@ DOCS_SUFFIX = "+docs"
 
 @dataclass(frozen=True)
 class Service:
-    """What the routes use; the same for all requests. Made by `Service.open`.
+    """What the routes use; the same for all requests. Made by `open_service`.
 
     Attributes:
         llm: A `ReaderLLM`, or a `ServerLLM` where another server decodes.
@@ -52,49 +51,10 @@ class Service:
     jobs: Jobs | None = None
     conversations: Conversations | None = None
 
-    @classmethod
-    def open(
-        cls,
-        llm: LLM,
-        model: str,
-        *,
-        store: DocumentStore | None = None,
-        embedding: BaseEmbedding | None = None,
-        folder: Path | None = None,
-        config: ServerConfig | None = None,
-        keys: KeyRing | None = None,
-        tenant: str = "",
-    ) -> Self:
-        """Make a service.
-
-        Args:
-            llm: A `ReaderLLM`, or a `ServerLLM` where another server decodes.
-            model: The model's name in the API.
-            store: The document store; it stays the caller's to close.
-            embedding: The embedding model of the store.
-            folder: Where uploads and conversations are kept; with a store it is needed.
-            config: Addresses and limits; None: the defaults.
-            keys: The API keys; None: every caller is let in, as `tenant`.
-            tenant: The tenant of callers without a key.
-
-        Raises:
-            StoreError: The folder cannot be used.
-        """
-        config = config or ServerConfig()
-        if store is None or embedding is None or folder is None:
-            return cls(llm, model, config, keys=keys, tenant=tenant)
-        conversations = Conversations(folder, config.conversations_per_key)
-        try:
-            library = Library(store, embedding, folder, config)
-        except BaseException:
-            conversations.close()
-            raise
-        return cls(llm, model, config, store, embedding, keys, tenant, library, Jobs(library, config), conversations)
-
     def close(self) -> None:
         """End ingestions, and release the files. LLM and store stay open."""
         if self.jobs is not None:
-            self.jobs.close()
+            self.jobs.close(0.0)
         if self.library is not None:
             self.library.close()
         if self.conversations is not None:

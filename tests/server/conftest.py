@@ -18,6 +18,7 @@ from reader_rag.server.app import create_app
 from reader_rag.server.documents.jobs import Jobs
 from reader_rag.server.documents.library import Library
 from reader_rag.server.keys import KeyFile, KeyRing
+from reader_rag.server.running import open_service
 from reader_rag.server.service import Service
 
 BASE_URL = "http://127.0.0.1:8000"
@@ -38,7 +39,7 @@ def service(tiny_engine: Engine, embedding: WordEmbedding, tmp_path: Path) -> It
     folder = tmp_path / "store"
     with FaissStore(folder, embed_model=embedding) as store:
         llm = ReaderLLM.from_engine(tiny_engine, max_tokens=32)
-        made = Service.open(llm, "tiny", store=store, embedding=embedding, folder=folder)
+        made = open_service(llm, "tiny", store=store, embedding=embedding, folder=folder)
         yield made
         made.close()
 

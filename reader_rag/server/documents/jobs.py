@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from reader_rag.server.errors import log_bug
 _WORKERS = 4
 _KEPT_JOBS = 1024
 _PREVIOUS = ".previous"
+_STOPPED = "the service was stopped"
+_WATCH_S = 0.05
 
 State = Literal["queued", "running", "done", "failed"]
 
@@ -86,6 +89,7 @@ class Jobs:
         self._config = config
         self._limits = ReadLimits(file_bytes=config.file_bytes)
         self._lock = threading.Lock()
+        self._stopping = False
         self._states: OrderedDict[str, JobState] = OrderedDict()
         self._waiting: dict[str, deque[tuple[str, list[Upload], Path]]] = {}  # of tenants that have running jobs
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="reader-ingest")
@@ -129,13 +133,21 @@ class Jobs:
             job = self._states.get(id_)
         return job if job is not None and job.tenant == tenant else None
 
-    def close(self) -> None:
-        """Wait for the ingestions that run; those that wait are dropped."""
+    def close(self, grace_s: float) -> None:
+        """Drop the ingestions that wait, and end those that run; the store then has nothing of them.
+
+        Args:
+            grace_s: Seconds that those that run have to finish.
+        """
         with self._lock:
             for waiting in self._waiting.values():
                 for id_, _, _ in waiting:
-                    self._states[id_] = replace(self._states[id_], state="failed", error="the service was stopped")
+                    self._states[id_] = replace(self._states[id_], state="failed", error=_STOPPED)
                 waiting.clear()
+        end = time.monotonic() + grace_s
+        while self._waiting and time.monotonic() < end:
+            time.sleep(_WATCH_S)
+        self._stopping = True
         self._workers.shutdown(wait=True)
 
     def _forget(self) -> None:
@@ -177,6 +189,8 @@ class Jobs:
         in_order = sorted(places)
 
         def report(stage: str, done: int, total: int) -> None:
+            if self._stopping:
+                raise BusyError(_STOPPED)
             current = in_order[done].name if stage == "read" and done < len(in_order) else ""
             self._change(id_, stage=stage, done=done, total=total, current=current)
 

@@ -1,0 +1,92 @@
+"""Key A sees nothing of key B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from waiting_jobs import upload
+
+from reader_rag.server.keys import KeyFile, KeyRing
+
+TEXT = "The heron stands in the shallow water and waits for fish."
+
+
+@pytest.fixture
+def callers(make_client: Any, key_file: KeyFile) -> tuple[TestClient, dict[str, dict[str, str]]]:
+    """A client without a key of its own, and the headers of the callers a, b, and another key of tenant a."""
+    made = {"a": key_file.add("a", "acme"), "a2": key_file.add("a2", "acme"), "b": key_file.add("b", "birds")}
+    headers = {name: {"Authorization": f"Bearer {key}"} for name, key in made.items()}
+    return make_client(keys=KeyRing(key_file)), headers
+
+
+def test_documents_jobs_and_undo_are_of_one_tenant(callers: tuple[TestClient, dict[str, dict[str, str]]]) -> None:
+    client, headers = callers
+    client.headers.update(headers["a"])
+    job = upload(client, heron=TEXT)
+    (document,) = client.get("/api/documents").json()["documents"]
+    client.headers.update(headers["b"])
+    paths = [f"/api/documents/{document['id']}", f"/api/documents/{document['id']}/original", f"/api/jobs/{job['id']}"]
+    for path in (*paths, f"/api/jobs/{job['id']}/events"):
+        unknown = path.replace(document["id"], "0" * 24).replace(job["id"], "0" * 32)
+        assert client.get(path).status_code == 404
+        assert client.get(path).json() == client.get(unknown).json()
+    assert client.delete(f"/api/documents/{document['id']}").status_code == 404
+    assert client.get("/api/documents").json() == {"documents": [], "next": None, "total": 0}
+    client.headers.update(headers["a2"])  # of the same tenant
+    assert client.get("/api/documents").json()["documents"] == [document]
+    undo = client.delete(f"/api/documents/{document['id']}").json()["undo"]
+    client.headers.update(headers["b"])
+    assert client.post("/api/documents/undo", json={"undo": undo}).status_code == 404
+    client.headers.update(headers["a"])
+    assert client.post("/api/documents/undo", json={"undo": undo}).status_code == 200
+
+
+def test_a_file_of_the_same_name_is_another_document(callers: tuple[TestClient, dict[str, dict[str, str]]]) -> None:
+    client, headers = callers
+    for name, text in (("a", TEXT), ("b", "The owl hunts at night.")):
+        client.headers.update(headers[name])
+        upload(client, bird=text)
+    (of_b,) = client.get("/api/documents").json()["documents"]
+    assert client.get(f"/api/documents/{of_b['id']}/original").text == "The owl hunts at night."
+    client.headers.update(headers["a"])
+    (of_a,) = client.get("/api/documents").json()["documents"]
+    assert of_a["id"] != of_b["id"]
+    assert client.get(f"/api/documents/{of_a['id']}").json()["text"] == TEXT
+
+
+def test_conversations_are_of_one_key(callers: tuple[TestClient, dict[str, dict[str, str]]]) -> None:
+    client, headers = callers
+    body = {"title": "Herons", "messages": [{"role": "user", "content": "What waits?"}]}
+    id_ = client.post("/api/conversations", json=body, headers=headers["a"]).json()["id"]
+    for other in ("a2", "b"):
+        assert client.get("/api/conversations?q=herons", headers=headers[other]).json() == {"conversations": []}
+        for path in (f"/api/conversations/{id_}", f"/api/conversations/{id_}/export"):
+            assert client.get(path, headers=headers[other]).status_code == 404
+        assert client.put(f"/api/conversations/{id_}", json=body, headers=headers[other]).status_code == 404
+        assert client.delete(f"/api/conversations/{id_}", headers=headers[other]).status_code == 404
+    assert client.get(f"/api/conversations/{id_}", headers=headers["a"]).json()["title"] == "Herons"
+
+
+def test_one_tenants_uploads_do_not_use_up_anothers(callers: tuple[TestClient, dict[str, dict[str, str]]]) -> None:
+    client, headers = callers
+    client.headers.update(headers["a"])
+    assert client.app.state.service.jobs is not None  # type: ignore[attr-defined]
+    jobs = client.app.state.service.jobs  # type: ignore[attr-defined]
+    folder = client.app.state.service.library.folder  # type: ignore[attr-defined]
+    states = []
+    for _ in range(jobs._config.jobs_per_tenant):
+        states.append(jobs._states)
+    jobs._states.update({str(n): jobs_state(str(n), "acme") for n in range(jobs._config.jobs_per_tenant)})
+    refused = client.post("/api/documents", files=[("files", ("a.txt", b"x"))])
+    assert refused.status_code == 429
+    client.headers.update(headers["b"])
+    assert upload(client, bird=TEXT)["state"] == "done"
+    assert not any((folder / "incoming").iterdir())
+
+
+def jobs_state(id_: str, tenant: str) -> Any:
+    from reader_rag.server.documents.jobs import JobState
+
+    return JobState(id_, tenant)
