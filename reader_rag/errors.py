@@ -112,6 +112,15 @@ class StoreError(ReaderError):
 class StoreNotFoundError(StoreError):
     """There is no document store in that folder or at that URL."""
 
+    @classmethod
+    def at(cls, location: object) -> StoreNotFoundError:
+        """The error for a location.
+
+        Args:
+            location: A folder or a URL.
+        """
+        return cls(f"there is no store at {location}; ingest documents into it first")
+
 
 class StoreCorruptError(StoreError):
     """A store's file is damaged, truncated, or of another program."""

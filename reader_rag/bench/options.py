@@ -6,6 +6,7 @@ options of all programs are here; `reader_rag.cli.options` adds those of documen
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from reader_rag.config import EngineConfig, LoadConfig, SamplingParams, Settings
 from reader_rag.config import Exactness as ExactnessName
 from reader_rag.config import Forward as ForwardName
 from reader_rag.config import Quantization as QuantizationName
-from reader_rag.errors import ConfigError
+from reader_rag.errors import ConfigError, DatastoreNotFoundError
 
 PROMPTS_FORM = 'Prompts, a line each: {"id", "category", "turns": [text, ...]}.'
 LOCAL_PROMPTS = "questions about Python's documentation and installed packages"
@@ -88,8 +89,38 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and n
 
 # Drafts
 
+
+def require_datastore(folder: Path | None) -> Path | None:
+    """Check that there is a datastore, before models are loaded for it.
+
+    Args:
+        folder: Its folder; None: none is named.
+
+    Returns:
+        The folder.
+
+    Raises:
+        DatastoreError: There is none, or its manifest cannot be read.
+    """
+    if folder is not None:
+        from reader_rag.datastore.catalog import read_manifest
+
+        try:
+            read_manifest(folder)
+        except DatastoreNotFoundError as error:
+            command = shlex.join(["reader-rag", "datastore", "build", "PATH", "--datastore", str(folder)])
+            raise DatastoreNotFoundError(f"{error} ({command})") from error
+    return folder
+
+
 DatastoreToDraftFrom = Annotated[
-    Path | None, typer.Option("--datastore", help="Folder of a datastore to draft from too.", show_default="none")
+    Path | None,
+    typer.Option(
+        "--datastore",
+        callback=require_datastore,
+        help="Folder of a datastore to draft from too.",
+        show_default="none",
+    ),
 ]
 MaxDrafted = Annotated[
     int, typer.Option("-k", "--drafted", min=1, help="Most tokens drafted for one request in a step.")

@@ -19,6 +19,16 @@ def progress() -> Callable[[str], None]:
     return lambda text: console.print(f"[dim]{text}[/dim]", highlight=False)
 
 
+def json_bytes(report: Any, indent: int | None = None) -> bytes:
+    """A report as JSON in UTF-8, with its text as it is, whatever the encoding of standard output.
+
+    Args:
+        report: Values that JSON takes. Lone surrogates, as in names of files that are not valid UTF-8, are escaped.
+        indent: Spaces to indent by; None: one line.
+    """
+    return json.dumps(report, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
 def print_report(report: Mapping[str, Any], as_json: bool, show: Callable[[Any], None]) -> None:
     """Print the report of a benchmark.
 
@@ -28,7 +38,7 @@ def print_report(report: Mapping[str, Any], as_json: bool, show: Callable[[Any],
         show: Prints the report as tables; called if `as_json` is false.
     """
     if as_json:
-        typer.echo(json.dumps(report, indent=1))
+        typer.echo(json_bytes(report, indent=1))
     else:
         show(report)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from reader_rag.bench.options import Device, Dtype, Exactness, Json, MaxTokens, Quantization, TrustRemoteCode
+from reader_rag.bench.output import json_bytes
 from reader_rag.cli.display.terminal import output
-from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions
+from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions, require_store
 from reader_rag.cli.options import (
     Alpha,
     AnsweringModel,
@@ -75,6 +75,8 @@ def ask(
         engine,
         engine_timeout,
     )
+    require_store(place)
+    models.require_datastore()
     from reader_rag.cli.answering.answers import ask_store
 
     result = ask_store(
@@ -90,4 +92,4 @@ def ask(
         console=None if as_json else output(),
     )
     if as_json:
-        typer.echo(json.dumps(result.to_dict()))
+        typer.echo(json_bytes(result.to_dict()))

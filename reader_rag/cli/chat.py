@@ -15,7 +15,7 @@ from rich.text import Text
 from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, Quantization, TrustRemoteCode
 from reader_rag.cli.display.show import show_citations, show_sources, show_stats, streamed
 from reader_rag.cli.display.terminal import clean, output, print_error
-from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions
+from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions, require_store
 from reader_rag.cli.options import (
     Alpha,
     AnsweringModel,
@@ -91,6 +91,8 @@ def chat(
         engine_timeout,
         profile,
     )
+    require_store(place)
+    models.require_datastore()
     from reader_rag.cli.answering.answers import recorded
     from reader_rag.rag.engines import make_chat_engine, open_store
 

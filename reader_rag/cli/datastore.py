@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reader_rag.bench.options import Json, TrustRemoteCode
-from reader_rag.bench.output import print_table
+from reader_rag.bench.output import json_bytes, print_table
 from reader_rag.cli.display.terminal import bytes_progress, output, print_warning, status
 from reader_rag.cli.options import Tenant
 from reader_rag.errors import ConfigError, IngestError
@@ -117,7 +116,7 @@ def stats(datastore: Folder, as_json: Json = False) -> None:
     with Datastore.inspect(datastore) as store:
         namespaces = _statistics(store)
     if as_json:
-        typer.echo(json.dumps({"namespaces": namespaces}))
+        typer.echo(json_bytes({"namespaces": namespaces}))
         return
     counts = ("documents", "tokens", "segments", "removed_tokens")
     rows = (
@@ -143,7 +142,7 @@ def verify(datastore: Folder, as_json: Json = False) -> None:
     with Datastore.inspect(datastore) as store, status("reading"):
         damage = [asdict(one) for one in store.verify()]
     if as_json:
-        typer.echo(json.dumps({"damaged": damage}))
+        typer.echo(json_bytes({"damaged": damage}))
     else:
         for one in damage:
             concerned = f" (documents: {', '.join(one['documents'])})" if one["documents"] else ""
@@ -323,7 +322,7 @@ def _report(store: Datastore, namespace: str, **more: Any) -> dict[str, Any]:
 
 def _print(report: dict[str, Any], as_json: bool, summary: str) -> None:
     if as_json:
-        typer.echo(json.dumps(report))
+        typer.echo(json_bytes(report))
         return
     contents = f"; {report['documents']} documents of {report['tokens']} tokens" if "documents" in report else ""
     output().print(summary + contents, markup=False)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from reader_rag.bench.options import Device, TrustRemoteCode
+from reader_rag.cli.display.errors import in_flags
 from reader_rag.cli.display.terminal import ingest_progress, output
 from reader_rag.cli.options import EmbedModel, Store, Tenant, VectorStore, store_place
 from reader_rag.config import ReadLimits
@@ -70,7 +71,7 @@ def ingest(
             follow_links=follow_links,
             limits=limits,
         )
-    show_ingest(output(), report, place)
+    show_ingest(output(), report, place, lambda text: in_flags(text, {"follow_links": "--follow-links"}))
     if datastore is not None:
         from reader_rag.cli.datastore import sync_passages
 

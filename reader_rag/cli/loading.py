@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from reader_rag.bench.options import require_datastore
 from reader_rag.cli.display.terminal import status
 from reader_rag.config import DatastoreConfig, EngineConfig, LoadConfig, ProfileMode, Quantization
-from reader_rag.errors import ConfigError
+from reader_rag.errors import ConfigError, StoreNotFoundError
 from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -22,6 +24,25 @@ ENGINE_KEY = "READER_RAG_ENGINE_KEY"
 """The environment variable with the API key of `ModelOptions.engine`; other users could see a command's arguments."""
 
 ENGINE_TIMEOUT_S = 120.0
+
+
+def require_store(place: str | Path) -> None:
+    """Check that there is a document store, before models are loaded for it.
+
+    Args:
+        place: Folder or URL of the store.
+
+    Raises:
+        StoreError: There is none, or its database cannot be reached.
+    """
+    from reader_rag.rag.stores.location import database_url, require_store
+
+    try:
+        require_store(place)
+    except StoreNotFoundError as error:
+        option = "--store" if database_url(place) is None else "--vector-store"
+        command = shlex.join(["reader-rag", "ingest", "PATH", option, str(place)])
+        raise StoreNotFoundError(f"{error} ({command})") from error
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,15 @@ class ModelOptions:
         given = [name for name, is_given in of_a_local_llm.items() if is_given]
         if given:
             raise ConfigError(f"with --engine the server decides how it decodes: leave out {' and '.join(given)}")
+
+    def require_datastore(self) -> None:
+        """Check that there is a datastore to draft from, before models are loaded; one that keeps answers is made.
+
+        Raises:
+            DatastoreError: There is none, or its manifest cannot be read.
+        """
+        if not self.keeps_answers:
+            require_datastore(self.datastore)
 
     @property
     def named_model(self) -> str | None:

@@ -56,7 +56,7 @@ class Grammar:
 
         Args:
             schema: A JSON schema as text or mapping, or a Pydantic class. Objects of a class have its fields only,
-                unless it says `extra="allow"`.
+                unless it says `extra="allow"`; items of its sets may repeat.
 
         Raises:
             ConfigError: This is not a JSON schema.
@@ -121,6 +121,21 @@ def _schema_of(model: type) -> dict[str, Any]:
             union = super().tagged_union_schema(schema)
             return {"anyOf": union["oneOf"]} if "oneOf" in union else union
 
+        def set_schema(self, schema: core_schema.SetSchema) -> JsonSchemaValue:
+            return _without_unique_items(super().set_schema(schema))
+
+        def frozenset_schema(self, schema: core_schema.FrozenSetSchema) -> JsonSchemaValue:
+            return _without_unique_items(super().frozenset_schema(schema))
+
+        def decimal_schema(self, schema: core_schema.DecimalSchema) -> JsonSchemaValue:
+            # A number or its text, which is exact. Pydantic's pattern of the text has look-around, or there is none.
+            decimal = super().decimal_schema(schema)
+            text = {
+                "type": "string",
+                "pattern": _decimal_pattern(schema.get("max_digits"), schema.get("decimal_places")),
+            }
+            return {**decimal, "anyOf": [text if way.get("type") == "string" else way for way in decimal["anyOf"]]}
+
     if not issubclass(model, BaseModel):
         raise ConfigError(f"{model.__name__} is not a Pydantic class; derive it from pydantic.BaseModel")
     try:
@@ -133,6 +148,24 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
     return schema
+
+
+def _without_unique_items(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a set without what no grammar can count; the class makes a set of the items."""
+    return {key: value for key, value in schema.items() if key != "uniqueItems"}
+
+
+def _decimal_pattern(max_digits: int | None, decimal_places: int | None) -> str:
+    """The text of a decimal number, as a regular expression.
+
+    Args:
+        max_digits: Most digits; None: any.
+        decimal_places: Most digits behind the point; None: any.
+    """
+    places = max_digits if decimal_places is None else decimal_places
+    whole = "+" if max_digits is None else f"{{1,{max(max_digits - (decimal_places or 0), 1)}}}"
+    fraction = "" if places == 0 else rf"(\.[0-9]{'+' if places is None else f'{{1,{places}}}'})?"
+    return f"^-?[0-9]{whole}{fraction}$"
 
 
 def grammars_available() -> bool:

@@ -27,7 +27,7 @@ OFFICE_SUFFIXES = frozenset({".pdf", ".docx", ".pptx", ".pptm", ".ppt", ".epub",
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _NOT_UTF8 = "the name is not valid UTF-8; rename it"
-_FOLLOW = "pass follow_links=True (--follow-links) to read it"
+_FOLLOW = "pass follow_links=True to read it"
 # Opening and reading a pipe, a terminal or a file such as /proc/kmsg then does not wait. Windows has no such flag.
 _READ_AT_ONCE = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _PIECE_BYTES = 1 << 24

@@ -12,6 +12,7 @@ from birds import HERON, OWL, write_birds
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
+from reader_rag.bench.output import json_bytes
 from reader_rag.cli.main import app
 from reader_rag.datastore import Datastore, Searcher
 from reader_rag.engine.datastore_lookup import answers_of, texts_of
@@ -164,3 +165,15 @@ def test_bad_input_gets_one_line(texts: Path, drafts: Path) -> None:
     other = drafts.parent / "other"
     Datastore.open(other, vocabulary=7, tokenizer="another").close()
     refused(run("build", texts, "--datastore", other), "tokenizer")
+
+
+def test_json_has_text_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "größe.txt").write_text("How large it is.")
+    run("add", tmp_path / "größe.txt", "--datastore", tmp_path / "d", "--tenant", "Jürgen")
+    result = run("stats", "--datastore", tmp_path / "d", "--json")
+    assert list(json.loads(result.stdout)["namespaces"]) == ["texts/Jürgen"]
+    assert "texts/Jürgen" in result.stdout
+
+
+def test_json_is_utf_8_whatever_the_terminal_takes() -> None:
+    assert json_bytes({"a": "ä\udcff"}) == '{"a": "ä\\udcff"}'.encode()

@@ -120,7 +120,7 @@ def test_a_file_takes_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_missing_store_raises_and_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(StoreNotFoundError, match="reader-rag ingest PATH --vector-store milvus:///"):
+    with pytest.raises(StoreNotFoundError, match="there is no store at milvus:///"):
         open_store(f"milvus://{tmp_path}/none.db/passages")
     assert not (tmp_path / "none.db").exists()
 

@@ -71,7 +71,7 @@ def test_a_folder_takes_one_process_at_a_time(store: QdrantStore, tmp_path: Path
 
 
 def test_a_missing_store_raises_and_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(StoreNotFoundError, match="reader-rag ingest PATH --vector-store qdrant:///"):
+    with pytest.raises(StoreNotFoundError, match="there is no store at qdrant:///"):
         open_store(f"qdrant://{tmp_path}/none/passages")
     assert not (tmp_path / "none").exists()
     (tmp_path / "empty").mkdir()

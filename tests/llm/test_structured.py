@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from itertools import pairwise
 from threading import Thread
 from typing import Any, Literal
@@ -141,6 +142,15 @@ class TestEachMethod:
     async def test_the_retrieved_text_still_reaches_the_drafts(self, llm: ChatOnly, how: str) -> None:
         await predict(llm, how, prompt=PromptTemplate("{context_str}"), context_str="A cat called Tom.")
         assert llm._contexts == [Passage("context", "A cat called Tom.")]
+
+    async def test_sets_and_decimals(self, llm: ChatOnly, how: str) -> None:
+        class Article(BaseModel):
+            tags: set[str]
+            price: Decimal
+
+        pieces = ['{"tags": ["a"', ', "b", "a"], "price"', ': "0.10"', "}"]
+        article = await predict(llm.model_copy(update={"pieces": pieces}), how, Article)
+        assert (article.tags, str(article.price)) == ({"a", "b"}, "0.10")
 
     async def test_an_answer_that_was_cut_off_says_what_to_raise(self, llm: ChatOnly, how: str) -> None:
         cut = llm.model_copy(update={"pieces": PIECES[:-1], "finish_reason": "length"})

@@ -497,7 +497,7 @@ def test_links_out_of_a_folder_are_not_read_unless_asked(
     (docs / "link.txt").symlink_to(secret)
     report = run(docs)
     assert contents(store_dir) == {"good.txt": "Cats purr."}
-    reason = f"a link to a file outside of {docs}; pass follow_links=True (--follow-links) to read it"
+    reason = f"a link to a file outside of {docs}; pass follow_links=True to read it"
     assert [(skipped.path.name, skipped.reason) for skipped in report.skipped] == [("link.txt", reason)]
     assert names(run(docs, follow_links=True).added) == ["link.txt"]
     assert contents(store_dir)["link.txt"] == "the password"

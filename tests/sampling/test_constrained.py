@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 import llguidance
@@ -139,6 +140,12 @@ class House(BaseModel):
     notes: Open | None = None
 
 
+class Article(BaseModel):
+    tags: set[str]
+    price: Decimal = Field(max_digits=6, decimal_places=2)
+    sizes: frozenset[int]
+
+
 class TestCompile:
     def accepts(self, compiler: GrammarCompiler, grammar: Grammar, tokenizer: Any, text: str) -> bool:
         state = compiler.compile(grammar)
@@ -168,6 +175,25 @@ class TestCompile:
         assert self.accepts(compiler, Grammar.json_schema(House), tiny_tokenizer, text) is fits
         if fits:
             assert House.model_validate_json(text)
+
+    @pytest.mark.parametrize(
+        ("text", "fits"),
+        [
+            ('{"tags": ["a", "a", "b"], "price": 12.50, "sizes": [1, 2]}', True),
+            ('{"tags": ["a"], "price": -3, "sizes": []}', True),
+            ('{"tags": ["a"], "price": "1234.50", "sizes": []}', True),
+            ('{"tags": ["a"], "price": "12345.5", "sizes": []}', False),
+            ('{"tags": ["a"], "price": "1.555", "sizes": []}', False),
+            ('{"tags": ["a"], "price": "much", "sizes": []}', False),
+            ('{"tags": [1], "price": 1, "sizes": []}', False),
+        ],
+    )
+    def test_a_class_may_have_sets_and_decimals(
+        self, compiler: GrammarCompiler, tiny_tokenizer: PreTrainedTokenizerFast, text: str, fits: bool
+    ) -> None:
+        assert self.accepts(compiler, Grammar.json_schema(Article), tiny_tokenizer, text) is fits
+        if fits:
+            Article.model_validate_json(text)
 
     def test_a_schema_may_ask_for_any_white_space(
         self, compiler: GrammarCompiler, tiny_tokenizer: PreTrainedTokenizerFast

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from reader_rag.bench import options
-from reader_rag.bench.output import print_report, print_table, progress
+from reader_rag.bench.output import json_bytes, print_report, print_table, progress
 from reader_rag.config import DraftConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
@@ -105,7 +104,8 @@ def generate(
             continue
         # Each report is printed when it is complete, so that an interrupted run keeps the finished ones.
         opening, closing = "[" if several and not number else "", "]" if several else ""
-        typer.echo(opening + json.dumps(report, indent=1) + ("," if number + 1 < len(batches) else closing))
+        ending = "," if number + 1 < len(batches) else closing
+        typer.echo(opening.encode() + json_bytes(report, indent=1) + ending.encode())
 
 
 def cache(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -17,6 +19,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _USAGE_STATUS = 2
 _DEBUG = "--debug"
+_ARGUMENT = re.compile(r"""(?<![\w/?&.])([a-z_]+)=(True\b|'[^']*'|"[^"]*"|[\w.]*)""")
 
 
 class OneLineErrors(TyperGroup):
@@ -44,8 +47,41 @@ class OneLineErrors(TyperGroup):
         except Exception as error:
             if ctx.params.get("debug") or (isinstance(error, OSError) and error.errno == errno.EPIPE):
                 raise
-            print_error(_explain(error))
+            print_error(in_flags(_explain(error), self._flags(ctx)))
             raise typer.Exit(1) from error
+
+    def _flags(self, ctx: Any) -> dict[str, str]:
+        """The options of the command that runs, by the name of their Python argument."""
+        command = self.get_command(ctx, ctx.invoked_subcommand) if ctx.invoked_subcommand else None
+        commands = [command, *getattr(command, "commands", {}).values()]
+        return {
+            parameter.name: max(parameter.opts, key=len)
+            for one in commands
+            if one is not None
+            for parameter in one.params
+            if parameter.name and parameter.opts[0].startswith("-")
+        }
+
+
+def in_flags(text: str, flags: Mapping[str, str]) -> str:
+    """A message of the library, which names Python arguments, with the flags of a command.
+
+    Args:
+        text: The message, with arguments as `name=value`, or `name=` alone.
+        flags: The command's options by the names of their arguments.
+
+    Returns:
+        The message: `dtype='float32'` is `--dtype float32` in it, `follow_links=True` is `--follow-links`. Arguments
+        that the command does not have stay as they are.
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        if name not in flags:
+            return match.group()
+        return flags[name] if value in ("", "True") else f"{flags[name]} {value.strip(chr(34) + chr(39))}"
+
+    return _ARGUMENT.sub(flag, text)
 
 
 def _debug_first(args: list[str]) -> list[str]:

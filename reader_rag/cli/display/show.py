@@ -45,8 +45,17 @@ def streamed(console: Console) -> Callable[[str], None]:
     return show
 
 
-def show_ingest(console: Console, report: IngestReport, store: str | Path) -> None:
-    """Print the counts of an ingestion, and on standard error the files that were skipped, with reasons."""
+def show_ingest(
+    console: Console, report: IngestReport, store: str | Path, say: Callable[[str], str] = lambda text: text
+) -> None:
+    """Print the counts of an ingestion, and on standard error the files that were skipped, with reasons.
+
+    Args:
+        console: The counts are printed to it.
+        report: What was ingested.
+        store: Folder or URL of the store.
+        say: Applied to each reason.
+    """
     counts = {
         "added": report.added,
         "updated": report.updated,
@@ -61,7 +70,7 @@ def show_ingest(console: Console, report: IngestReport, store: str | Path) -> No
         return
     print_warning(f"{len(report.skipped)} skipped:")
     for skipped in report.skipped:
-        messages().print(Text(clean(f"  {skipped}")), soft_wrap=True)
+        messages().print(Text(clean(say(f"  {skipped}"))), soft_wrap=True)
 
 
 def show_sources(console: Console, nodes: Sequence[NodeWithScore], citations: Sequence[Citation] = ()) -> None:
@@ -159,17 +168,17 @@ def _explain(difference: Difference, dtype: str) -> str:
 
 
 def show_models(console: Console, statuses: Sequence[ModelStatus]) -> None:
-    """Print the aliases, and which models are installed."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("name", "kind", "model", "installed", "size"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("place", overflow="fold")
+    """Print the aliases, and which models are installed: a line each, however wide, so that paths stay whole."""
+    rows = [("name", "kind", "model", "installed", "size", "place")]
     for status in statuses:
         alias = status.alias
         size = f"{status.size_bytes / 1e6:.0f} MB" if status.present else ""
         here = "yes" if status.present else "no"
-        table.add_row(alias.name, alias.task, alias.title, here, size, str(status.place or ""))
-    console.print(table)
+        rows.append((alias.name, alias.task, alias.title, here, size, str(status.place or "")))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        console.print(Text(clean(line), style="" if number else "bold"), soft_wrap=True)
 
 
 def _file(path: Any, page: Any) -> Text:

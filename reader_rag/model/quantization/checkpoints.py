@@ -117,9 +117,7 @@ def check_loadable(source: Path | str, config: Any) -> None:
     if quantization is None or find_spec("compressed_tensors") is not None:
         return
     if not _not_w8a8(quantization):
-        raise ConfigError(
-            f"{source} has int8 weights (compressed-tensors): load it with quantization='int8' (--quantization int8)"
-        )
+        raise ConfigError(f"{source} has int8 weights (compressed-tensors): load it with quantization='int8'")
 
 
 def _not_w8a8(quantization: Mapping[str, Any]) -> str:

@@ -105,10 +105,7 @@ class DatabaseStore(DocumentStore):
                 if self._shared.dimension is not None:
                     self._require_same_store(self._shared.dimension)
                 elif must_exist:
-                    raise StoreNotFoundError(
-                        f"there is no store at {self.location}; make one with "
-                        f"`reader-rag ingest PATH --vector-store {self.location}`"
-                    )
+                    raise StoreNotFoundError.at(self.location)
         except BaseException:
             database.close()
             raise

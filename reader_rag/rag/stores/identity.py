@@ -44,7 +44,7 @@ def require_same_model(loaded: Mapping[str, str], stored: Mapping[str, str], alt
         StoreMismatchError: They are different models.
     """
     made_by = f"the store was made with the embedding model {stored.get('embed_model', 'unknown')!r}"
-    remedy = f"use that model (--embed-model) or ingest into {alternative}"
+    remedy = f"use that model (embed_model=) or ingest into {alternative}"
     if loaded["dimension"] != stored["dimension"]:
         raise StoreMismatchError(
             f"{made_by} ({stored['dimension']} numbers per vector), not {loaded['embed_model']!r} "

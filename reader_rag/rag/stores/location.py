@@ -1,4 +1,8 @@
-"""Locations of stores: a folder, or the URL of a collection in a vector database. `open_store` opens either."""
+"""Locations of stores: a folder, or the URL of a collection in a vector database. `open_store` opens either.
+
+LlamaIndex, FAISS and databases are imported when a store is opened, so that `require_store` can tell at once that there
+is none.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import hashlib
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
-
-from llama_index.core.base.embeddings.base import BaseEmbedding
 
 from reader_rag.errors import ConfigError, StoreNotFoundError
 from reader_rag.model.weights_cache import cache_folder
-from reader_rag.rag.stores.contract import DocumentStore
-from reader_rag.rag.stores.faiss_store import FaissStore
+from reader_rag.rag.stores.sqlite_file import FILE_NAME
+
+if TYPE_CHECKING:
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+
+    from reader_rag.rag.stores.contract import DocumentStore
 
 # Module and class of each connector, by URL scheme; a connector is imported when a URL of its scheme is opened.
 _CONNECTORS = {
@@ -124,16 +130,41 @@ def open_store(
         StoreCorruptError: Its file is damaged or not a store.
     """
     url = database_url(store)
+    if must_exist:
+        _require_local_files(store)
     if url is None:
+        from reader_rag.rag.stores.faiss_store import FaissStore
+
         return FaissStore(store, embed_model=embed_model, must_exist=must_exist, tenant=tenant)
-    if must_exist and url.path is not None and not url.path.exists():
-        raise StoreNotFoundError(
-            f"there is no store at {url}; make one with `reader-rag ingest PATH --vector-store {url}`"
-        )
     module, name = _CONNECTORS[url.scheme]
     connector: Any = getattr(import_module(module), name)
     opened: DocumentStore = connector(url, embed_model=embed_model, must_exist=must_exist, tenant=tenant)
     return opened
+
+
+def require_store(store: str | Path) -> None:
+    """Check that there is a store, before models are loaded for it.
+
+    Args:
+        store: Its folder, or the URL of its collection in a vector database, which is asked.
+
+    Raises:
+        ConfigError: The URL is invalid.
+        MissingDependencyError: The package of that database is not installed.
+        StoreNotFoundError: There is no store.
+        StoreConnectionError: The database does not answer, or refuses the connection.
+    """
+    _require_local_files(store)
+    if database_url(store) is not None:
+        open_store(store).close()
+
+
+def _require_local_files(store: str | Path) -> None:
+    url = database_url(store)
+    if url is None and not (Path(store) / FILE_NAME).exists():
+        raise StoreNotFoundError.at(store)
+    if url is not None and url.path is not None and not url.path.exists():
+        raise StoreNotFoundError.at(url)
 
 
 def local_folder(location: str | Path) -> Path | None:

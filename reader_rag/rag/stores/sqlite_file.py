@@ -82,9 +82,7 @@ class StoreFile:
         except OSError as error:
             raise StoreError(f"{path} cannot be opened ({error.strerror}); check its permissions") from error
         if size is None:
-            raise StoreNotFoundError(
-                f"there is no store in {folder}; make one with `reader-rag ingest PATH --store DIR`"
-            )
+            raise StoreNotFoundError.at(folder)
         if size == 0:
             raise StoreCorruptError(f"{path} is empty (0 bytes), not a store; {_REMEDY}")
         try:

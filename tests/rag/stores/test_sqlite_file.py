@@ -55,7 +55,7 @@ def node_ids(folder: Path) -> list[str]:
 
 
 def test_a_store_that_does_not_exist_is_not_found_and_not_made(tmp_path: Path) -> None:
-    with pytest.raises(StoreNotFoundError, match="reader-rag ingest"):
+    with pytest.raises(StoreNotFoundError, match="ingest documents into it first"):
         FaissStore.open(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 
