@@ -14,6 +14,7 @@ from reader_rag.config.sampling import SamplingParams
 from reader_rag.config.server import ServerConfig
 from reader_rag.config.setting import Setting, Settings, settings_of, unknown_argument
 from reader_rag.config.tenant import checked_tenant
+from reader_rag.config.tools import ToolConfig
 
 __all__ = [
     "BatchConfig",
@@ -31,6 +32,7 @@ __all__ = [
     "ServerConfig",
     "Setting",
     "Settings",
+    "ToolConfig",
     "checked_tenant",
     "settings_of",
     "unknown_argument",

@@ -13,14 +13,14 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.llms.llm import default_completion_to_prompt
 
-from reader_rag.config import DraftConfig, SamplingParams
+from reader_rag.config import DraftConfig, SamplingParams, ToolConfig
 from reader_rag.config.setting import unknown_argument
 from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm.function_calling import TOOL_ARGUMENTS, FunctionCalling, ToolResponses, tool_request
-from reader_rag.llm.messages import as_text, described_grammar, join_system, template_messages
+from reader_rag.llm.messages import answered_calls, as_text, described_grammar, join_system, template_messages
 from reader_rag.llm.responses import Respond, Responses, ResponseT
-from reader_rag.llm.settings import CALL_ARGUMENTS, IGNORED_ARGUMENTS, SAMPLING_SETTINGS, LLMSettings
+from reader_rag.llm.settings import CALL_ARGUMENTS, IGNORED_ARGUMENTS, SAMPLING_SETTINGS, TOOL_SETTINGS, LLMSettings
 from reader_rag.llm.synthesis_citations import current_synthesis
 from reader_rag.llm.tool_formats import ToolFormat, ToolRequest
 
@@ -75,6 +75,11 @@ class LLMCalls(FunctionCalling, LLMSettings):
         own = self._has_template and self.messages_to_prompt is generic_messages_to_prompt
         return ToolFormat.of(self.tokenizer) if own else ToolFormat("json", native=False)
 
+    @property
+    def _tool_limits(self) -> ToolConfig:
+        """When answers with tools stop calling them."""
+        return ToolConfig(**{name: getattr(self, name) for name in TOOL_SETTINGS})
+
     def _chat_call(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> Call:
         """What a chat asks for, with the grammar of its tools."""
         given = {name: kwargs[name] for name in TOOL_ARGUMENTS if name in kwargs}
@@ -87,6 +92,8 @@ class LLMCalls(FunctionCalling, LLMSettings):
             return call
         if call.params.grammar is not None:
             raise ConfigError("the tools are the grammar of a chat with tools; leave grammar or tools out")
+        if not tools.required and self._tool_limits.reached(answered_calls(messages), trained=tools.format.native):
+            tools = replace(tools, withheld=True)
         respond = ToolResponses(tools, messages, call.respond)
         return replace(call, params=replace(call.params, grammar=tools.grammar), tools=tools, respond=respond)
 

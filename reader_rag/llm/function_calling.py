@@ -102,6 +102,8 @@ class ToolResponses:
             raise IncompleteAnswerError("the answer ended before its tool call was complete; raise max_tokens")
         new, self._sent = content[self._sent :], max(self._sent, len(content))
         response = self.respond(content, None if delta is None else new, logprobs, done)
+        if done is not None and self.request.withheld:
+            response.additional_kwargs["tools_withheld"] = True
         if calls:
             blocks = [self._block(number, call) for number, call in enumerate(calls)]
             response.message.blocks = [*([TextBlock(text=content)] if content else []), *blocks]

@@ -84,6 +84,33 @@ def called_tools(messages: Sequence[ChatMessage]) -> dict[str | None, str]:
     return {block.tool_call_id: block.tool_name for block in blocks}
 
 
+def answered_calls(messages: Sequence[ChatMessage]) -> list[list[tuple[str, str, str]]]:
+    """What was called since the user's last message.
+
+    Args:
+        messages: The messages of a chat.
+
+    Returns:
+        For each answer since then that has tool calls with results, the calls: tool, arguments as JSON, and result.
+    """
+    last = max((i for i, message in enumerate(messages) if message.role == MessageRole.USER), default=-1)
+    since = messages[last + 1 :]
+    results = {
+        message.additional_kwargs.get("tool_call_id"): message.content or ""
+        for message in since
+        if message.role == MessageRole.TOOL
+    }
+    answers = (
+        [
+            (block.tool_name, json.dumps(_arguments_of(block), sort_keys=True), results[block.tool_call_id])
+            for block in message.blocks
+            if isinstance(block, ToolCallBlock) and block.tool_call_id in results
+        ]
+        for message in since
+    )
+    return [calls for calls in answers if calls]
+
+
 def as_text(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     """The messages for a chat template that knows no tools: calls and their results become text.
 

@@ -51,8 +51,8 @@ class ReaderLLM(LLMCalls):
     together. Copies (`with_sources`, `for_tenant`, `plain`, `model_copy`) share the engine.
 
     Fields, which are also the arguments of the constructor: `model`, `context_window`, `max_nodes`, and every field of
-    `LoadConfig`, `EngineConfig` (but `draft`) and `SamplingParams` (but those of benchmarks), with their meaning and
-    range; and LlamaIndex's own, such as `system_prompt`, which is put first in chats that do not begin with a system
+    `LoadConfig`, `EngineConfig` (but `draft`), `SamplingParams` (but those of benchmarks) and `ToolConfig`, with their
+    meaning and range; and LlamaIndex's own, such as `system_prompt`, which is put first in chats that do not begin with a system
     message, and in `complete`.
 
     Args:
@@ -92,6 +92,7 @@ class ReaderLLM(LLMCalls):
             raise ConfigError("query_wrapper_prompt is deprecated in LlamaIndex; use completion_to_prompt")
         self._draft = DraftConfig() if engine is None else engine.config.draft
         self._asked({})  # refuses bad settings before a model is loaded
+        _ = self._tool_limits
         self._engine = engine if engine is not None else self._load()
         if engine is None and not threads_configured():
             warnings.warn(

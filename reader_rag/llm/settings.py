@@ -9,7 +9,7 @@ from llama_index.core.bridge.pydantic import Field, create_model
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from pydantic import SkipValidation
 
-from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams
+from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams, ToolConfig
 from reader_rag.config.setting import Setting, settings_of
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
@@ -25,6 +25,7 @@ SAMPLING_SETTINGS = {
 }
 """Sampling parameters, but those of benchmarks."""
 _DRAFT_SETTINGS = {"max_nodes": settings_of(DraftConfig)["max_nodes"]}
+TOOL_SETTINGS = settings_of(ToolConfig)
 CALL_ARGUMENTS = (
     *SAMPLING_SETTINGS,
     *_DRAFT_SETTINGS,
@@ -75,6 +76,7 @@ else:
         **_pydantic_fields(ENGINE_SETTINGS, frozen=True),
         **_pydantic_fields(_DRAFT_SETTINGS, frozen=False),
         **_pydantic_fields(SAMPLING_SETTINGS, frozen=False),
+        **_pydantic_fields(TOOL_SETTINGS, frozen=False),
     )
 
 

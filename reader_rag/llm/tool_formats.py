@@ -1,21 +1,25 @@
 """How models write tool calls: formats by chat template, their grammars, and the calls in an answer's text.
 
-A call is `{"name": NAME, "arguments": {...}}` in one line, with what a format puts around it:
+A call is `{"name": NAME, "arguments": {...}}` in one line (of Mistral's newer models name and arguments apart), with what
+a format puts around it:
 
 | format | an answer with two calls | recognised by, in the chat template |
 |---|---|---|
+| mistral-args | `[TOOL_CALLS]NAME[ARGS]{...}[TOOL_CALLS]NAME[ARGS]{...}` | `[TOOL_CALLS]` and `[ARGS]` |
 | hermes | `<tool_call>\\n CALL \\n</tool_call>\\n<tool_call>\\n CALL \\n</tool_call>` | `<tool_call>` |
 | mistral | `[TOOL_CALLS] [CALL, CALL]` | `[TOOL_CALLS]` |
 | llama | `CALL`, with `parameters` in place of `arguments` | `ipython` and `parameters` |
 | json | `CALL\\nCALL` | every other template: a system message describes tools and form |
+
+Where the template has `[CALL_ID]` too, an id of nine letters and digits stands between it and `[ARGS]`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,6 +35,7 @@ MOST_CALLS = 8
 
 _HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')
 _NAME = '{"name"'
+_ID = "[a-zA-Z0-9]{9}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ class ToolFormat:
         after: Text after the last call.
         arguments: Key of the arguments.
         parallel: Whether an answer may have several calls.
+        separator: What stands between name and arguments of a call, and each call has the marker; "": a call is an
+            object with both.
+        separator_id: Token id of a separator that is a special token; None: it is text.
+        id_mark: What precedes an id behind the name; "": calls have none.
+        id_mark_id: Token id of an id's mark that is a special token; None: it is text.
     """
 
     name: str
@@ -58,6 +68,10 @@ class ToolFormat:
     after: str = ""
     arguments: str = "arguments"
     parallel: bool = True
+    separator: str = ""
+    separator_id: int | None = None
+    id_mark: str = ""
+    id_mark_id: int | None = None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -68,6 +82,12 @@ class ToolFormat:
         """
         template = _template(tokenizer)
         if "tools" in template:
+            if "[TOOL_CALLS]" in template and "[ARGS]" in template:
+                special, separator = (_special_id(tokenizer, token) for token in ("[TOOL_CALLS]", "[ARGS]"))
+                own = cls("mistral-args", True, "[TOOL_CALLS]", special, separator="[ARGS]", separator_id=separator)
+                if "[CALL_ID]" in template:
+                    return replace(own, id_mark="[CALL_ID]", id_mark_id=_special_id(tokenizer, "[CALL_ID]"))
+                return own
             if "[TOOL_CALLS]" in template:
                 before = " [" if "[TOOL_CALLS] [" in template else "["
                 special = _special_id(tokenizer, "[TOOL_CALLS]")
@@ -83,10 +103,24 @@ class ToolFormat:
 
     @property
     def mark(self) -> str:
-        """What an answer's text has where its calls begin."""
+        """What an answer's text has where its calls begin; "": the name of a tool, and what follows names."""
         if not self.marker:
             return _NAME
-        return self.marker if self.marker_id is None else self.before + _NAME
+        if self.marker_id is None:
+            return self.marker
+        return "" if self.separator else self.before + _NAME
+
+    def head(self, names: Iterable[str]) -> str:
+        """A regular expression of what precedes the arguments of a call; for formats with a separator.
+
+        Args:
+            names: Names of tools; the expression's first group is the name.
+        """
+        marker = self.marker if self.marker_id is None else ""
+        id_ = (_pattern(self.id_mark if self.id_mark_id is None else "") + _ID) if self.id_mark else ""
+        separator = self.separator if self.separator_id is None else ""
+        longest_first = sorted(names, key=len, reverse=True)
+        return f"{_pattern(marker)}({'|'.join(map(_pattern, longest_first))}){id_}{_pattern(separator)}"
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -125,6 +159,7 @@ class ToolRequest:
         required: Whether the answer must be calls, without text.
         parallel: Whether it may have several.
         shown: The tools that the prompt describes; a named tool is called with all of them in sight.
+        withheld: Whether the answer must be text, because calls have reached a limit of `ToolConfig`.
     """
 
     format: ToolFormat
@@ -132,10 +167,13 @@ class ToolRequest:
     required: bool
     parallel: bool
     shown: tuple[Mapping[str, Any], ...] = field(default=())
+    withheld: bool = False
 
     @property
     def grammar(self) -> Grammar:
-        """The grammar of answers: text without a mark that calls begin, then calls; or calls only."""
+        """The grammar of answers: text without a mark that calls begin, then calls; or calls only; or text only."""
+        if self.withheld:
+            return Grammar.lark(_text_only(self.format, tuple(self._names)))
         schemas = [(tool["function"]["name"], tool["function"].get("parameters") or {}) for tool in self.tools]
         return Grammar.lark(_lark(self.format, self.required, self.parallel, json.dumps(schemas, ensure_ascii=False)))
 
@@ -151,7 +189,8 @@ class ToolRequest:
         """
         start = self._start(text)
         if start >= 0:
-            return text[:start].rstrip(), _calls(text, start)
+            calls = self._separated(text, start) if self.format.separator else _calls(text, start)
+            return text[:start].rstrip(), calls
         return (text if whole else text[: self._safe(text)]), []
 
     def begun(self, text: str) -> bool:
@@ -165,6 +204,9 @@ class ToolRequest:
     def _start(self, text: str) -> int:
         if self.required:
             return 0
+        if not self.format.mark:
+            found = re.search(rf"{self.format.head(self._names)}\{{", text)
+            return -1 if found is None else found.start()
         if self.format.marker:
             return text.find(self.format.mark)
         return len(text) - len(text.lstrip()) if text.lstrip().startswith(_NAME) else -1
@@ -172,10 +214,49 @@ class ToolRequest:
     def _safe(self, text: str) -> int:
         """The characters that are no part of a call, whatever follows."""
         mark = self.format.mark
+        if not mark:
+            # A call may begin where a name does, or the beginning of one, that only an id or a separator follow.
+            more = len(self.format.separator) + 9 if self.format.id_mark else len(self.format.separator)
+            starts = (
+                start
+                for start in range(max(0, len(text) - max(map(len, self._names)) - more), len(text))
+                if any(self._may_begin(text[start:], name) for name in self._names)
+            )
+            return next(starts, len(text))
         if not self.format.marker:
             return 0 if mark.startswith(text.lstrip()) else len(text)
         longest = min(len(text), len(mark) - 1)
         return len(text) - next(size for size in range(longest, -1, -1) if mark.startswith(text[len(text) - size :]))
+
+    @property
+    def _names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools]
+
+    def _may_begin(self, text: str, name: str) -> bool:
+        """Whether a text may be the beginning of a call of a tool, as far as its arguments."""
+        if len(text) <= len(name):
+            return name.startswith(text)
+        rest = text[len(name) :]
+        if self.format.id_mark:
+            rest = rest[9:] if re.fullmatch(_ID, rest[:9]) else "" if re.fullmatch("[a-zA-Z0-9]*", rest) else "?"
+        separator = self.format.separator if self.format.separator_id is None else ""
+        return text.startswith(name) and separator.startswith(rest)
+
+    def _separated(self, text: str, start: int) -> list[ToolCall]:
+        """The calls of a format with a separator."""
+        decoder, calls = json.JSONDecoder(), []
+        pattern = re.compile(rf"\s*{self.format.head(self._names)}")
+        head = pattern.match(text, start)
+        while head is not None:
+            name = head.group(1)
+            try:
+                arguments, end = decoder.raw_decode(text, head.end())
+            except json.JSONDecodeError:
+                calls.append(ToolCall(name, _partial(text[head.end() :]), complete=False))
+                break
+            calls.append(ToolCall(name, arguments, complete=True))
+            head = pattern.match(text, end)
+        return calls
 
 
 def _calls(text: str, start: int) -> list[ToolCall]:
@@ -211,16 +292,22 @@ def _lark(form: ToolFormat, required: bool, parallel: bool, schemas: str) -> str
         parallel: Whether it may have several.
         schemas: As JSON, name and schema of each tool.
     """
+    marker = _token(form.marker, form.marker_id)
+    named = json.loads(schemas)
     rules, heads = [], []
-    for number, (name, schema) in enumerate(json.loads(schemas)):
-        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{form.arguments}": '
-        heads.append(f'{_quoted(head)} arguments_{number} "}}"')
+    for number, (name, schema) in enumerate(named):
+        if form.separator:
+            id_ = f"{_token(form.id_mark, form.id_mark_id)} /{_ID}/ " if form.id_mark else ""
+            heads.append(f"{_quoted(name)} {id_}{_token(form.separator, form.separator_id)} arguments_{number}")
+        else:
+            head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{form.arguments}": '
+            heads.append(f'{_quoted(head)} arguments_{number} "}}"')
         rules.append(f"arguments_{number}: %json {json.dumps(_arguments(name, schema), ensure_ascii=False)}")
     rules.append(f"call: {' | '.join(heads)}")
-    more = f"({_quoted(form.between)} call){{0,{MOST_CALLS - 1}}}" if parallel and form.parallel else ""
+    between = marker if form.separator else _quoted(form.between)
+    more = f"({between} call){{0,{MOST_CALLS - 1}}}" if parallel and form.parallel else ""
     rules.append("calls: " + " ".join(filter(None, [_quoted(form.before), "call", more, _quoted(form.after)])))
-    marker = _quoted(form.marker) if form.marker_id is None else f"<[{form.marker_id}]>"
-    mark = re.escape(form.mark).replace("/", r"\/").replace('"', r"\x22")
+    mark = _pattern(form.mark) if form.mark else form.head(name for name, _ in named) + r"\{"
     if required:
         start = f"start: {marker} calls"
     elif not form.marker:
@@ -232,6 +319,24 @@ def _lark(form: ToolFormat, required: bool, parallel: bool, schemas: str) -> str
     else:
         start = f"start: | TEXT | {marker} calls | TEXT {marker} calls\nTEXT: /(.|\\n)+/ & ~/(.|\\n)*{mark}(.|\\n)*/"
     return "\n".join([start, *rules, ""])
+
+
+def _token(text: str, id_: int | None) -> str:
+    """A special token, or the text of one that is none, in a grammar."""
+    return _quoted(text) if id_ is None else f"<[{id_}]>"
+
+
+def _text_only(form: ToolFormat, names: tuple[str, ...]) -> str:
+    """The grammar of text, at least a word, in which no call begins."""
+    if not form.marker:
+        return "start: TEXT\nTEXT: /\\s*[^\\s{](.|\\n)*/\n"
+    mark = _pattern(form.mark) if form.mark else form.head(names) + r"\{"
+    return f"start: TEXT\nTEXT: /\\s*\\S(.|\\n)*/ & ~/(.|\\n)*{mark}(.|\\n)*/\n"
+
+
+def _pattern(text: str) -> str:
+    """A text inside a regular expression of a grammar."""
+    return re.escape(text).replace("/", r"\/").replace('"', r"\x22")
 
 
 def _quoted(text: str) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from llama_index.core import Document, SummaryIndex, VectorStoreIndex, get_response_synthesizer
+from llama_index.core.chat_engine import SimpleChatEngine
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
@@ -210,6 +212,92 @@ def test_a_passage_reaches_the_engine_once(
     SummaryIndex(plain).as_query_engine(llm=llm.with_sources(plain)).query("When?")
     SummaryIndex(plain).as_query_engine(llm=llm.with_sources(plain[:1])).query("When?")
     assert [[passage.id for passage in passages] for passages in given] == [["owl", "heron"], ["owl", "context"]]
+
+
+class TestStockChatEngines:
+    """LlamaIndex's own chat engines; they hand the text of a synthesis on, not its metadata."""
+
+    ANSWER = "I read that the bird hides: Ravens hide food, and watch whether they are watched."
+    MODES = ["context", "condense_plus_context", "condense_question"]
+
+    @staticmethod
+    def made(mode: str, nodes: list[Any], embedding: WordEmbedding, llm: ReaderLLM, *, streaming: bool = False) -> Any:
+        """A chat engine; "condense_question" streams what its query engine streams."""
+        return VectorStoreIndex(nodes, embed_model=embedding).as_chat_engine(
+            chat_mode=mode, llm=llm, streaming=streaming, memory=ChatMemoryBuffer.from_defaults(token_limit=400)
+        )
+
+    @pytest.fixture
+    def llm(self, tiny_engine: Engine) -> ReaderLLM:
+        """Says the answer with white space around it, which streamed chats leave out."""
+        return saying(tiny_engine, f"\n {self.ANSWER}")
+
+    def check(self, response: Any, texts: dict[str, str]) -> None:
+        citations = response.metadata["citations"]
+        assert_true(citations, str(response), texts)
+        assert any("Ravens hide food" in citation.text for citation in citations)
+        assert cite(response) == citations
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_answers_and_streams(
+        self, mode: str, llm: ReaderLLM, texts: dict[str, str], nodes: list[Any], embedding: WordEmbedding
+    ) -> None:
+        response = self.made(mode, nodes, embedding, llm).chat("What do ravens hide?")
+        assert str(response).strip() == self.ANSWER
+        self.check(response, texts)
+        streamed = self.made(mode, nodes, embedding, llm, streaming=True).stream_chat("What do ravens hide?")
+        assert "".join(streamed.response_gen).strip() == self.ANSWER
+        assert str(streamed) == self.ANSWER
+        self.check(streamed, texts)
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_asynchronous_ones(
+        self, mode: str, llm: ReaderLLM, texts: dict[str, str], nodes: list[Any], embedding: WordEmbedding
+    ) -> None:
+        self.check(await self.made(mode, nodes, embedding, llm).achat("What do ravens hide?"), texts)
+        if mode == "condense_question":
+            return  # LlamaIndex's asynchronous stream of this mode takes a synchronous one
+        streamed = await self.made(mode, nodes, embedding, llm).astream_chat("What do ravens hide?")
+        assert "".join([piece async for piece in streamed.async_response_gen()]).strip() == self.ANSWER
+        assert str(streamed) == self.ANSWER
+        self.check(streamed, texts)
+
+    async def test_chats_at_the_same_time_have_each_their_own(
+        self, tiny_engine: Engine, texts: dict[str, str], nodes: list[Any], embedding: WordEmbedding
+    ) -> None:
+        said = answers(texts, seed=9, count=8)
+
+        async def ask(answer: str, streaming: bool) -> Any:
+            engine = self.made("context", nodes, embedding, saying(tiny_engine, answer))
+            if not streaming:
+                return await engine.achat("What?")
+            streamed = await engine.astream_chat("What?")
+            assert "".join([piece async for piece in streamed.async_response_gen()]) == answer
+            return streamed
+
+        responses = await asyncio.gather(*(ask(answer, i % 2 == 0) for i, answer in enumerate(said)))
+        for response, answer in zip(responses, said, strict=True):
+            assert str(response).strip() == answer.strip()
+            assert_true(response.metadata["citations"], str(response), texts)
+        assert sum(len(response.metadata["citations"]) for response in responses) >= 5
+
+    def test_a_chat_without_passages_has_none(self, llm: ReaderLLM) -> None:
+        response = SimpleChatEngine.from_defaults(llm=llm).chat("Hi")
+        assert response.metadata is None
+        assert cite(response) == []
+
+    def test_a_failed_chat_leaves_nothing_behind(
+        self, tiny_engine: Engine, texts: dict[str, str], nodes: list[Any], embedding: WordEmbedding, llm: ReaderLLM
+    ) -> None:
+        engine = self.made("context", nodes, embedding, llm)
+        before = engine._retriever
+        engine._retriever = None
+        with pytest.raises(AttributeError):
+            engine.chat("What do ravens hide?")
+        engine._retriever = before
+        self.check(engine.chat("What do ravens hide?"), texts)
+        query = stock(nodes, embedding, llm).query("What do ravens hide?")  # outside of chats, white space stays
+        assert_true(query.metadata["citations"], str(query), texts)
 
 
 class TestCite:
