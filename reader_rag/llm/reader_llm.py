@@ -52,8 +52,8 @@ class ReaderLLM(LLMCalls):
 
     Fields, which are also the arguments of the constructor: `model`, `context_window`, `max_nodes`, and every field of
     `LoadConfig`, `EngineConfig` (but `draft`), `SamplingParams` (but those of benchmarks) and `ToolConfig`, with their
-    meaning and range; and LlamaIndex's own, such as `system_prompt`, which is put first in chats that do not begin with a system
-    message, and in `complete`.
+    meaning and range; and LlamaIndex's own, such as `system_prompt`, which is put first in chats that do not begin with
+    a system message, and in `complete`.
 
     Args:
         model: Alias ("smollm2-135m"), hub id or local folder.

@@ -1,7 +1,7 @@
 """How models write tool calls: formats by chat template, their grammars, and the calls in an answer's text.
 
-A call is `{"name": NAME, "arguments": {...}}` in one line (of Mistral's newer models name and arguments apart), with what
-a format puts around it:
+A call is `{"name": NAME, "arguments": {...}}` in one line, with what a format puts around it; newer models of
+Mistral have name and arguments apart:
 
 | format | an answer with two calls | recognised by, in the chat template |
 |---|---|---|
@@ -219,7 +219,7 @@ class ToolRequest:
             more = len(self.format.separator) + 9 if self.format.id_mark else len(self.format.separator)
             starts = (
                 start
-                for start in range(max(0, len(text) - max(map(len, self._names)) - more), len(text))
+                for start in range(max(0, len(text) - max(map(len, self._names), default=0) - more), len(text))
                 if any(self._may_begin(text[start:], name) for name in self._names)
             )
             return next(starts, len(text))
