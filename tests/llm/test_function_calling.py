@@ -17,6 +17,7 @@ from llama_index.core.tools import FunctionTool, ToolMetadata
 from pydantic import BaseModel, Field, field_validator
 from saying import Saying, saying
 from scripted_engine import ScriptedEngine, make_tokenizer
+from workflows.errors import WorkflowRuntimeError
 
 from reader_rag import Grammar, ReaderLLM
 from reader_rag.engine.engine import Engine
@@ -83,7 +84,18 @@ MISTRAL = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}
 {%- elif m.role == "tool" %}[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}
 {%- raw %}[/TOOL_RESULTS]{% endraw %}
 {%- else %}{{ m.content }}{% endif %}{% endfor %}"""
-TEMPLATES = {"hermes": QWEN, "llama": LLAMA, "mistral": MISTRAL}
+MISTRAL_ARGS = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for m in messages %}{% if m.role == "user" %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}{{ m.content }}
+{%- for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}CALL_ID[ARGS]{{ c.function.arguments | tojson }}
+{%- endfor %}{% elif m.role == "tool" %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
+TEMPLATES = {
+    "hermes": QWEN,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mistral-args": MISTRAL_ARGS.replace("CALL_ID", ""),
+    "mistral-args with ids": MISTRAL_ARGS.replace("CALL_ID", "[CALL_ID]{{ c.id }}"),
+}
 
 
 def user(text: str) -> ChatMessage:
@@ -99,7 +111,9 @@ class TestPrompts:
     @pytest.mark.parametrize("name", TEMPLATES)
     def test_the_template_describes_tools_calls_and_results(self, name: str) -> None:
         tokenizer = make_tokenizer(TEMPLATES[name])
-        assert ToolFormat.of(tokenizer).name == name
+        form = ToolFormat.of(tokenizer)
+        assert form.name == name.partition(" ")[0]
+        assert bool(form.id_mark) == name.endswith("ids")
         engine = ScriptedEngine(tokenizer, script=["ok"])
         call = ToolCallBlock(tool_call_id="abcdefghi", tool_name="weather", tool_kwargs={"place": {"city": "Paris"}})
         history = [
@@ -110,7 +124,10 @@ class TestPrompts:
         ReaderLLM.from_engine(engine).chat_with_tools(TOOLS, chat_history=history)  # type: ignore[arg-type]
         prompt = engine.calls[0].prompt.text
         assert "The weather at a place." in prompt
-        assert re.search(r'"name": "weather", "(arguments|parameters)": {"place": {"city": "Paris"}}', prompt)
+        arguments = r'{"place": {"city": "Paris"}}'
+        json_form = r'"name": "weather", "(arguments|parameters)": '
+        separated = r"weather(\[CALL_ID\]abcdefghi)?\[ARGS\]"
+        assert re.search(f"({json_form}|{separated}){arguments}", prompt)
         assert "21" in prompt[prompt.index("Paris") :]
 
     def test_a_template_without_tools_gets_them_in_a_system_message(self) -> None:
@@ -147,19 +164,42 @@ class TestFormats:
         "mistral": ToolFormat("mistral", True, "[TOOL_CALLS]", 0, " [", ", ", "]"),
         "llama": ToolFormat("llama", True, between="; ", arguments="parameters"),
         "json": ToolFormat("json", False),
+        "args": ToolFormat("mistral-args", True, "[TOOL_CALLS]", 0, separator="[ARGS]", separator_id=1),
+        "ids": ToolFormat(
+            "mistral-args",
+            True,
+            "[TOOL_CALLS]",
+            0,
+            separator="[ARGS]",
+            separator_id=1,
+            id_mark="[CALL_ID]",
+            id_mark_id=3,
+        ),
+        "text": ToolFormat("mistral-args", True, "[TOOL_CALLS]", separator="[ARGS]"),
     }
+    SPECIAL = {"[TOOL_CALLS]": 0, "[ARGS]": 1, "[CALL_ID]": 3}  # 2 ends answers
     WRITTEN = {
         "hermes": "Well.\n<tool_call>\n{}\n</tool_call>\n<tool_call>\n{}\n</tool_call>",
         "mistral": "Well. [{}, {}]",
         "llama": "{}; {}",
         "json": "{}\n{}",
+        "args": "Well.weather{ARGS}now{}",
+        "ids": "Well.weatherabcdefghi{ARGS}now123456789{}",
+        "text": "Well.[TOOL_CALLS]weather[ARGS]{ARGS}[TOOL_CALLS]now[ARGS]{}",
     }
+    SPECS = tuple(
+        {"function": {"name": t.metadata.name, "parameters": t.metadata.get_parameters_dict()}} for t in TOOLS
+    )
 
     @pytest.mark.parametrize("name", FORMATS)
     def test_text_and_calls_are_split_at_every_length(self, name: str) -> None:
-        request = ToolRequest(self.FORMATS[name], (), required=False, parallel=True)
+        request = ToolRequest(self.FORMATS[name], self.SPECS, required=False, parallel=True)
         other = '{"name": "now", "arguments": {}}'
-        text = self.WRITTEN[name].replace("{}", PARIS, 1).replace("{}", other)
+        text = self.WRITTEN[name]
+        if self.FORMATS[name].separator:
+            text = text.replace("{ARGS}", PARIS[PARIS.index('{"place"') : -1])
+        else:
+            text = text.replace("{}", PARIS, 1).replace("{}", other)
         if name == "mistral":
             text = text.replace("Well.  [", "Well. [")
         content, calls = request.parse(text, whole=True)
@@ -172,13 +212,16 @@ class TestFormats:
             assert content.startswith(shown.rstrip())  # what was shown stays
             assert "{" not in content
             assert "<tool" not in content
+            assert "weat" not in content
             assert all(call.complete for call in calls[:-1])
             shown = content
 
-    @pytest.mark.parametrize("text", ['{"names": 1}', "a < b", "<tool>", "", '{"na'])
+    @pytest.mark.parametrize(
+        "text", ['{"names": 1}', "a < b", "<tool>", "", '{"na', "weather", "now is now", "nowhere {}"]
+    )
     @pytest.mark.parametrize("name", FORMATS)
     def test_text_that_is_no_call_stays_text(self, name: str, text: str) -> None:
-        request = ToolRequest(self.FORMATS[name], (), required=False, parallel=True)
+        request = ToolRequest(self.FORMATS[name], self.SPECS, required=False, parallel=True)
         assert request.parse(text, whole=True) == (text, [])
 
     @pytest.mark.parametrize("parallel", [False, True])
@@ -188,19 +231,17 @@ class TestFormats:
         self, name: str, required: bool, parallel: bool, tiny_engine: Engine
     ) -> None:
         form, tokenizer = self.FORMATS[name], tiny_engine.tokenizer
-        specs = [{"function": {"name": t.metadata.name, "parameters": t.metadata.get_parameters_dict()}} for t in TOOLS]
-        request = ToolRequest(form, tuple(specs), required, parallel)
+        request = ToolRequest(form, self.SPECS, required, parallel)
         compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 
         def accepts(text: str) -> bool:
-            ids = [part for piece in text.split("[TOOL_CALLS]") for part in (0, *tokenizer.encode(piece))][1:]
-            try:
-                compiler.compile(request.grammar).follow([*ids, tokenizer.eos_token_id])
-            except GrammarError:
-                return False
-            return True
+            return self.accepts(compiler, tokenizer, request, text)
 
         def written(*calls: str) -> str:
+            if form.separator:
+                parts = [re.fullmatch(r'{"name": "(\w+)", "arguments": (.*)}', call) for call in calls]
+                id_ = f"{form.id_mark}abc456789" if form.id_mark else ""
+                return "".join(f"[TOOL_CALLS]{part[1]}{id_}[ARGS]{part[2]}" for part in parts if part)
             joined = form.between.join(call.replace("arguments", form.arguments) for call in calls)
             return f"{form.marker}{form.before}{joined}{form.after}"
 
@@ -215,6 +256,36 @@ class TestFormats:
         assert not accepts(written(PARIS.replace('"C"', '"K"')))
         assert not accepts(written(PARIS.replace('"city"', '"town"')))
         assert not accepts(written(PARIS.replace("Paris", "Constantinople")))
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_withheld_tools_leave_text_only(self, name: str, tiny_engine: Engine) -> None:
+        form, tokenizer = self.FORMATS[name], tiny_engine.tokenizer
+        request = ToolRequest(form, self.SPECS, required=False, parallel=True, withheld=True)
+        compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+        assert self.accepts(compiler, tokenizer, request, "\nIt is {noon}; now.")
+        assert not self.accepts(compiler, tokenizer, request, "")
+        assert not self.accepts(compiler, tokenizer, request, " \n")
+        call = '{"name": "now", "arguments": {}}' if not form.separator else "now[CALL_ID]abc456789[ARGS]{}"
+        if form.separator and not form.id_mark:
+            call = "now[ARGS]{}"
+        assert not self.accepts(compiler, tokenizer, request, f"{form.marker}{form.before}{call}{form.after}")
+        if not form.marker:
+            assert not self.accepts(compiler, tokenizer, request, '{"names": 1}')
+
+    def accepts(self, compiler: GrammarCompiler, tokenizer: Any, request: ToolRequest, text: str) -> bool:
+        """Whether a grammar takes a text with special tokens to its end."""
+        special = {token: id_ for token, id_ in self.SPECIAL.items() if request.format.marker_id is not None}
+        if not request.format.separator:
+            special = {"[TOOL_CALLS]": 0}
+        pattern = "|".join(map(re.escape, special)) or "$^"
+        ids: list[int] = []
+        for piece in re.split(f"({pattern})", text):
+            ids += [special[piece]] if piece in special else tokenizer.encode(piece, add_special_tokens=False)
+        try:
+            compiler.compile(request.grammar).follow([*ids, tokenizer.eos_token_id])
+        except GrammarError:
+            return False
+        return True
 
 
 class TestAnswers:
@@ -332,6 +403,108 @@ class TestAnswers:
             llm.chat([user("Hi")], tools=TOOLS, grammar=Grammar.regex("a"))
 
 
+def turns(*calls: tuple[str, dict[str, Any], str]) -> list[ChatMessage]:
+    """A question, and answers with one call each and its result."""
+    messages = [user("What time is it?")]
+    for number, (name, arguments, result) in enumerate(calls):
+        block = ToolCallBlock(tool_call_id=str(number), tool_name=name, tool_kwargs=arguments)
+        messages.append(ChatMessage(role="assistant", blocks=[block]))
+        messages.append(ChatMessage(role="tool", content=result, additional_kwargs={"tool_call_id": str(number)}))
+    return messages
+
+
+class TestLimits:
+    """Repeated calls, and rounds of calls, end in an answer of text."""
+
+    NOON = ("now", {}, "noon")
+
+    @pytest.mark.parametrize(
+        ("calls", "limits", "withheld"),
+        [
+            ([NOON], {}, False),
+            ([NOON, NOON], {}, True),
+            ([NOON, ("now", {}, "one o'clock")], {}, False),
+            ([NOON, ("now", {"zone": 1}, "noon")], {}, False),
+            ([NOON, ("weather", {"city": "Rome", "unit": "C"}, "21"), NOON], {}, True),
+            (
+                [("weather", {"city": "Rome", "unit": "C"}, "21"), ("weather", {"unit": "C", "city": "Rome"}, "21")],
+                {},
+                True,
+            ),
+            ([NOON, NOON], {"max_repeated_tool_calls": 2}, False),
+            ([NOON] * 3, {"max_repeated_tool_calls": 2}, True),
+            ([NOON] * 7, {"max_repeated_tool_calls": None}, False),
+            ([("now", {"zone": zone}, "noon") for zone in range(7)], {}, False),
+            ([("now", {"zone": zone}, "noon") for zone in range(8)], {}, True),
+            ([("now", {"zone": zone}, "noon") for zone in range(2)], {"max_tool_rounds": 2}, True),
+            ([("now", {"zone": zone}, "noon") for zone in range(9)], {"max_tool_rounds": 10}, False),
+        ],
+    )
+    def test_what_was_called_decides(self, calls: list[Any], limits: dict[str, Any], withheld: bool) -> None:
+        engine = ScriptedEngine(script=["It is noon."])
+        llm = ReaderLLM.from_engine(engine)  # type: ignore[arg-type]
+        for name, value in limits.items():
+            setattr(llm, name, value)
+        response = llm.chat(turns(*calls), tools=TOOLS)
+        assert response.additional_kwargs.get("tools_withheld", False) == withheld
+        grammar = engine.calls[0].generation.grammar
+        assert grammar is not None
+        assert ("calls" in grammar.text) != withheld
+        assert "The time." in engine.chats[0][0]["content"]  # the prompt does not change
+
+    def test_a_model_that_was_trained_on_tools_has_no_limit_of_rounds(self) -> None:
+        engine = ScriptedEngine(make_tokenizer(QWEN), script=["It is noon."], context_window=1 << 16)
+        many = turns(*(("now", {"zone": zone}, "noon") for zone in range(30)))
+        response = ReaderLLM.from_engine(engine).chat(many, tools=TOOLS)  # type: ignore[arg-type]
+        assert "tools_withheld" not in response.additional_kwargs
+
+    def test_only_calls_since_the_last_question_count(self) -> None:
+        engine = ScriptedEngine(script=["It is noon."])
+        messages = [*turns(self.NOON, self.NOON), ChatMessage(role="assistant", content="Noon."), user("And now?")]
+        response = ReaderLLM.from_engine(engine).chat(messages, tools=TOOLS)  # type: ignore[arg-type]
+        assert "tools_withheld" not in response.additional_kwargs
+
+    def test_a_required_call_comes_all_the_same(self, tiny_engine: Engine) -> None:
+        llm = ReaderLLM.from_engine(tiny_engine, max_tokens=200)
+        response = llm.chat(turns(*[self.NOON] * 9), tools=[NOW], tool_choice="required")
+        assert calls_of(llm, response) == [("now", {})]
+
+    def test_limits_are_checked(self, tiny_engine: Engine) -> None:
+        for wrong in ({"max_tool_rounds": 0}, {"max_repeated_tool_calls": 0}, {"max_tool_rounds": "3"}):
+            with pytest.raises(ConfigError, match=next(iter(wrong))):
+                ReaderLLM.from_engine(tiny_engine, **wrong)
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_drafted_and_plain_answers_are_the_same(self, streaming: bool, tiny_engine: Engine) -> None:
+        llm = ReaderLLM.from_engine(tiny_engine, max_tokens=24, temperature=0.9, seed=5)
+
+        def answer(of: ReaderLLM) -> Any:
+            messages = turns(self.NOON, self.NOON)
+            return list(of.stream_chat(messages, tools=TOOLS))[-1] if streaming else of.chat(messages, tools=TOOLS)
+
+        assert answer(llm).message == answer(llm.plain()).message
+        assert answer(llm).additional_kwargs["tools_withheld"]
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_an_agent_whose_model_repeats_itself_ends_with_an_answer(
+        self, streaming: bool, tiny_engine: Engine
+    ) -> None:
+        call = '{"name": "now", "arguments": {}}'
+
+        async def run(**settings: Any) -> Any:
+            llm = saying(tiny_engine, call, max_tokens=40)
+            for name, value in settings.items():
+                setattr(llm, name, value)
+            agent = FunctionAgent(tools=[NOW], llm=llm, streaming=streaming)
+            return await AgentWorkflow(agents=[agent]).run(user_msg="What time is it?", max_iterations=5)
+
+        output = asyncio.run(run())
+        assert len(output.tool_calls) == 2
+        assert (output.response.content or "").strip()
+        with pytest.raises(WorkflowRuntimeError, match="Max iterations"):
+            asyncio.run(run(max_repeated_tool_calls=None))
+
+
 class TestLlamaIndex:
     """Agents, programs and selectors of llama-index-core, unchanged."""
 
@@ -412,3 +585,17 @@ class TestRealModel:
             if not calls_of(llm, answer):
                 free = llm.chat(as_text([user(question)], specs))
                 assert answer.message.content == free.message.content
+
+    @pytest.mark.parametrize("number", range(10))
+    def test_ten_of_ten_agents_end_with_an_answer(self, number: int, real_engine: Engine) -> None:
+        llm = ReaderLLM.from_engine(real_engine, max_tokens=64)
+
+        async def run() -> Any:
+            first = "now" if number % 2 else None
+            agent = FunctionAgent(tools=TOOLS, llm=llm, system_prompt="Be brief.", initial_tool_choice=first)
+            return await AgentWorkflow(agents=[agent]).run(user_msg=self.QUESTIONS[number % 5])
+
+        output = asyncio.run(run())
+        assert (output.response.content or "").strip()
+        assert not [block for block in output.response.blocks if isinstance(block, ToolCallBlock)]
+        assert len(output.tool_calls) >= number % 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted_engine import ScriptedEngine
 
-from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams, Settings, settings_of
+from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams, Settings, ToolConfig, settings_of
 from reader_rag.errors import ConfigError
 from reader_rag.llm import ReaderLLM
 from reader_rag.llm.settings import CALL_ARGUMENTS
@@ -14,7 +14,8 @@ BENCHMARKS = {"ignore_eos", "record_margins"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "but"), [(SamplingParams, BENCHMARKS), (EngineConfig, {"draft"}), (LoadConfig, set[str]())]
+    ("settings", "but"),
+    [(SamplingParams, BENCHMARKS), (EngineConfig, {"draft"}), (LoadConfig, set[str]()), (ToolConfig, set[str]())],
 )
 def test_every_setting_is_a_field_with_its_type_default_and_documentation(
     settings: type[Settings], but: set[str]
