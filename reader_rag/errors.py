@@ -52,6 +52,10 @@ class PromptError(ReaderError, ValueError):
     """A prompt that cannot be answered: empty, or longer than the model's context."""
 
 
+class ContextLengthError(PromptError):
+    """A prompt that is longer than the model's context."""
+
+
 class ForkError(ReaderError):
     """This process was forked after a model was loaded; models must be loaded in each worker process."""
 

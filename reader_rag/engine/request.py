@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from reader_rag.config import DraftConfig, SamplingParams, checked_tenant, unknown_argument
 from reader_rag.draft.source import DraftSource, SourceFactory, make_sources
 from reader_rag.engine.outputs import Passage, Prompt
-from reader_rag.errors import ConfigError, PromptError
+from reader_rag.errors import ConfigError, ContextLengthError, PromptError
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
 from reader_rag.sampling.logits_processors import copy_processors, make_processors
 from reader_rag.sampling.sampler import CheckedSampler, Processor, Sampler, make_sampler
@@ -229,7 +229,7 @@ class RequestBuilder:
                 f"the prompt has the token id {wrong}, and {self._name} has 0..{self.vocabulary - 1}; use its tokenizer"
             )
         if length >= self._context_window:
-            raise PromptError(
+            raise ContextLengthError(
                 f"the prompt has {length} tokens, and {self._name} reads at most {self._context_window - 1}; "
                 "shorten it, or retrieve fewer passages (similarity_top_k)"
             )

@@ -16,7 +16,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from reader_rag.config import DraftConfig, SamplingParams, ToolConfig
 from reader_rag.config.setting import unknown_argument
 from reader_rag.engine.outputs import Passage, Prompt
-from reader_rag.errors import ConfigError, PromptError
+from reader_rag.errors import ConfigError, ContextLengthError, PromptError
 from reader_rag.llm.function_calling import TOOL_ARGUMENTS, FunctionCalling, ToolResponses, tool_request
 from reader_rag.llm.messages import answered_calls, as_text, described_grammar, join_system, template_messages
 from reader_rag.llm.responses import Respond, Responses, ResponseT
@@ -50,6 +50,25 @@ class Call:
     passages: tuple[Passage, ...]
     options: RequestOptions
     respond: Respond[Any]
+    tools: ToolRequest | None = None
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call up to where it is submitted to an engine: what `Engine.submit` takes, and the tools.
+
+    Attributes:
+        prompt: The prompt's tokens, text and character offsets.
+        params: Sampling parameters.
+        passages: Texts that the answer may repeat.
+        options: The other options of the request.
+        tools: The tools that the answer may call, which find the calls in its text; None: no tools.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    passages: tuple[Passage, ...]
+    options: RequestOptions
     tools: ToolRequest | None = None
 
 
@@ -163,7 +182,53 @@ class LLMCalls(FunctionCalling, LLMSettings):
             return speculate
         return self.speculate if max_nodes is None and self.max_nodes else limit != 0
 
+    def prepare_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> PreparedCall:
+        """Prepare a chat for `submit`, for programs that read the engine's own stream of chunks.
+
+        Args:
+            messages: The messages.
+            kwargs: Arguments of `chat`.
+
+        Raises:
+            ConfigError: An argument is unknown or out of its range, or a message is not text.
+            PromptError: Nothing was asked, or more than the context window holds.
+        """
+        call = self._chat_call(messages, kwargs)
+        return self._prepared(self._chat_prompt(messages, call), call)
+
+    def prepare_completion(self, prompt: str | Sequence[int], **kwargs: Any) -> PreparedCall:
+        """Prepare the continuation of a text, without chat template, for `submit`.
+
+        Args:
+            prompt: The text, or its token ids.
+            kwargs: Arguments of `complete`.
+
+        Raises:
+            ConfigError: An argument is unknown or out of its range.
+            PromptError: The prompt is empty or longer than the context window.
+        """
+        call = self._completion_call(prompt if isinstance(prompt, str) else "", kwargs)
+        if not isinstance(prompt, str):
+            return self._prepared(Prompt(tuple(prompt)), call)
+        if not prompt.strip():
+            raise PromptError("the prompt is empty; write a question")
+        return self._prepared(self._encode(prompt), call)
+
+    def submit(self, call: PreparedCall) -> GenerationStream:
+        """Queue a prepared call; returns at once.
+
+        Args:
+            call: From `prepare_chat` or `prepare_completion`.
+
+        Returns:
+            An iterator over the answer's chunks, for a thread or an event loop; errors are those of `Engine.submit`.
+        """
+        return self._engine.submit(call.prompt, call.params, call.passages, **call.options)
+
     def _open_chat(self, messages: Sequence[ChatMessage], call: Call) -> GenerationStream:
+        return self.submit(self._prepared(self._chat_prompt(messages, call), call))
+
+    def _chat_prompt(self, messages: Sequence[ChatMessage], call: Call) -> Prompt:
         if not messages:
             raise PromptError("there is no message to answer; pass at least one")
         if self.system_prompt and messages[0].role not in (MessageRole.SYSTEM, MessageRole.DEVELOPER):
@@ -176,19 +241,19 @@ class LLMCalls(FunctionCalling, LLMSettings):
         if self._has_template and self.messages_to_prompt is generic_messages_to_prompt:
             joined = join_system(dicts, self.tokenizer)
             described = {"tools": shown} if form.native and shown else {}
-            return self._open(self._engine.encode_chat(joined, **described), call)
+            return self._engine.encode_chat(joined, **described)
         assert self.messages_to_prompt is not None  # LLM sets it
-        return self._open(self._encode(self.messages_to_prompt(messages)), call)
+        return self._encode(self.messages_to_prompt(messages))
 
     def _open_completion(self, prompt: str, call: Call, formatted: bool) -> GenerationStream:
         if not prompt.strip():
             raise PromptError("the prompt is empty; write a question")
         if formatted:
-            return self._open(self._encode(prompt), call)
+            return self.submit(self._prepared(self._encode(prompt), call))
         if self._has_template and self.completion_to_prompt is default_completion_to_prompt:
             return self._open_chat([ChatMessage(role=MessageRole.USER, content=prompt)], call)
         assert self.completion_to_prompt is not None  # LLM sets it
-        return self._open(self._encode(self._extend_prompt(self.completion_to_prompt(prompt))), call)
+        return self.submit(self._prepared(self._encode(self._extend_prompt(self.completion_to_prompt(prompt))), call))
 
     def _encode(self, text: str) -> Prompt:
         """Token ids of formatted text; a BOS that the text spells out is not put before it a second time."""
@@ -199,17 +264,17 @@ class LLMCalls(FunctionCalling, LLMSettings):
         offsets = None if prompt.offsets is None else prompt.offsets[1:]
         return replace(prompt, token_ids=prompt.token_ids[1:], offsets=offsets)
 
-    def _open(self, prompt: Prompt, call: Call) -> GenerationStream:
+    def _prepared(self, prompt: Prompt, call: Call) -> PreparedCall:
         params = call.params
         if self.context_window is not None:
             room = self.context_window - len(prompt.token_ids)
             if room < 1:
-                raise PromptError(
+                raise ContextLengthError(
                     f"the prompt has {len(prompt.token_ids)} tokens and context_window is {self.context_window}; "
                     "shorten the prompt or raise context_window"
                 )
             params = replace(params, max_tokens=min(params.max_tokens, room))
-        return self._engine.submit(prompt, params, call.passages, **call.options)
+        return PreparedCall(prompt, params, call.passages, call.options, call.tools)
 
     async def _on_thread(
         self, open_call: Callable[..., GenerationStream], asked: Any, call: Call, *more: Any

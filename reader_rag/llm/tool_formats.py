@@ -142,11 +142,13 @@ class ToolCall:
         name: Name of the tool.
         arguments: The arguments; of an incomplete call those so far.
         complete: Whether the call is complete.
+        text: The JSON of the arguments, as far as it was written.
     """
 
     name: str
     arguments: dict[str, Any]
     complete: bool
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -267,9 +269,9 @@ def _calls(text: str, start: int) -> list[ToolCall]:
         try:
             arguments, end = decoder.raw_decode(text, head.end())
         except json.JSONDecodeError:
-            calls.append(ToolCall(name, _partial(text[head.end() :]), complete=False))
+            calls.append(ToolCall(name, _partial(text[head.end() :]), complete=False, text=text[head.end() :]))
             break
-        calls.append(ToolCall(name, arguments, complete=True))
+        calls.append(ToolCall(name, arguments, complete=True, text=text[head.end() : end]))
         head = _HEAD.search(text, end)
     return calls
 
