@@ -41,4 +41,7 @@ class ServerConfig(Settings):
     undo_seconds: float = setting(120.0, "Seconds in which a deleted document can be restored.", ge=0.0)
     conversations_per_key: int = setting(1000, "Most conversations kept for a key; the oldest go first.", ge=1)
     embedding_inputs: int = setting(512, "Most texts of one request for embeddings.", ge=1)
+    markdown_footer: bool = setting(
+        False, "Whether sources are also written under answers, in Markdown, for clients that drop annotations."
+    )
     grace: float = setting(30.0, "Seconds that running requests have to finish after SIGTERM.", ge=0.0)

@@ -57,6 +57,7 @@ def make_retriever(
     filters: MetadataFilters | None = None,
     tenant: str | None = None,
     alpha: float | None = None,
+    documents: Sequence[str] | None = None,
 ) -> BaseRetriever:
     """Make a retriever of the passages most similar to a question; an empty question raises `PromptError`.
 
@@ -69,6 +70,7 @@ def make_retriever(
         tenant: The tenant whose documents are searched; None: the store's own tenant.
         alpha: Hybrid retrieval, by vectors and words (BM25): the weight of the vectors, 0 (words only) to 1. None: by
             vectors only.
+        documents: Paths of the documents to search (`DocumentRecord.path`); None: all.
 
     Raises:
         ConfigError: `top_k` is below 1, the cutoff outside -1..1, `alpha` outside 0..1 or the store without hybrid
@@ -94,6 +96,7 @@ def make_retriever(
         vector_store_query_mode=mode,
         alpha=alpha,
         filters=filters,
+        doc_ids=None if documents is None else list(documents),
         embed_model=embed_model,
         vector_store_kwargs={} if cutoff is None else {"similarity_cutoff": cutoff},
     )

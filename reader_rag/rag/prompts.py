@@ -35,3 +35,10 @@ CHAT_REFINE = (
     "Answer so far: {existing_answer}\n\n"
     "If the text adds to the answer, write the improved answer; otherwise repeat the answer so far.\n\n"
 )
+
+CONDENSE = (
+    "Conversation:\n{chat_history}\n\n"
+    "Follow-up: {question}\n\n"
+    "Rewrite the follow-up as one question that can be understood without the conversation. Write the question only."
+)
+"""Makes one question of a follow-up and what was said before, to search the documents for."""

@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.concurrency import run_in_threadpool
 
 from reader_rag import __version__
-from reader_rag.server import embeddings, health
+from reader_rag.server import embeddings, health, openai
 from reader_rag.server.access import AccessChecks
 from reader_rag.server.conversations import routes as conversations
 from reader_rag.server.documents import routes as documents
@@ -34,6 +34,7 @@ def _routers() -> Iterator[APIRouter]:
     yield embeddings.router
     yield documents.router
     yield conversations.router
+    yield from openai.routers()
 
 
 def create_app(service: Service) -> FastAPI:

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from reader_rag.errors import (
     BusyError,
     ConfigError,
+    ContextLengthError,
     EngineClosedError,
     GrammarError,
     IngestError,
@@ -81,6 +82,7 @@ class ApiError(HTTPException):
 _STATUS: tuple[tuple[type[ReaderError], int, str | None], ...] = (
     (BusyError, 429, "queue_full"),
     (StoreBusyError, 429, "store_busy"),
+    (ContextLengthError, 400, "context_length_exceeded"),
     (PromptError, 400, None),
     (ConfigError, 400, None),
     (GrammarError, 400, "grammar"),
@@ -173,6 +175,8 @@ def _validation(first: Mapping[str, Any]) -> ErrorBody:
     """The first thing that pydantic found wrong; what was sent is not repeated."""
     path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     name = ".".join(path)
+    if first["type"] == "extra_forbidden":  # OpenAI's words
+        return _body(400, f"Unknown parameter: '{name}'.", "unknown_parameter", name)
     message = str(first["msg"]).removeprefix("Value error, ")
     return _body(400, f"{name}: {message}" if name else message, None, name or None)
 
