@@ -55,6 +55,7 @@ class Usage(BaseModel):
             completion_tokens_details=CompletionDetails(
                 accepted_prediction_tokens=sum(stats.prediction_accepted for stats in answers),
                 rejected_prediction_tokens=sum(stats.prediction_rejected for stats in answers),
+                reasoning_tokens=0,
             ),
         )
 
@@ -74,6 +75,7 @@ class Usage(BaseModel):
             completion_tokens_details=CompletionDetails(
                 accepted_prediction_tokens=mine.accepted_prediction_tokens + theirs.accepted_prediction_tokens,
                 rejected_prediction_tokens=mine.rejected_prediction_tokens + theirs.rejected_prediction_tokens,
+                reasoning_tokens=0,
             ),
         )
 
