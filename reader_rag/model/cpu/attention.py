@@ -12,21 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit, prange  # type: ignore[attr-defined]
 
-from reader_rag.model.cpu import attention_tile, simd
-from reader_rag.model.cpu.attention_sums import mix, mix_few, mix_few_seen, mix_seen, weigh, weigh_few, widen_rows
-from reader_rag.model.cpu.attention_tile import KEYS, PITCH
+from reader_rag.model.cpu.attention_part import KeyHead, attend_part, part_of
 from reader_rag.model.cpu.products import FUSED, Heads, Norm, normalize
 from reader_rag.model.cpu.rounding import narrowed, rounded
 from reader_rag.model.cpu.simd import LANES
-from reader_rag.model.cpu.softcap import cap_scores
 from reader_rag.util.addresses import pointer
 
-lanes: Any = simd  # in kernels operations take no compiler's context
-tiles: Any = attention_tile
 _SPREAD_FROM = 8
 """Rows from which on threads share the work of rotating them."""
-_AT_ONCE = 64
-"""Positions whose keys, then values, are widened at once: they stay in the CPU's first cache."""
 
 
 class Rotation(NamedTuple):
@@ -98,30 +91,6 @@ class Caches(NamedTuple):
     like: Any
 
 
-class KeyHead(NamedTuple):
-    """One key head of one sequence.
-
-    Attributes:
-        index: Which head.
-        group: Query heads that share it.
-        committed: Committed positions.
-        keys: [capacity, width].
-        values: [capacity, width].
-        window: As in `Attention`.
-        scale: As in `Attention`.
-        cap: As in `Attention`.
-    """
-
-    index: Any
-    group: Any
-    committed: Any
-    keys: Any
-    values: Any
-    window: Any
-    scale: Any
-    cap: Any
-
-
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
 def _rotate(head: Any, cos: Any, sin: Any, products: Any, like: Any) -> None:
     """Rotate a head to its position, in place; in 16 bits, products are rounded to the type of `products`."""
@@ -157,111 +126,6 @@ def _norm_and_rotate(heads: Any, norm: Any, layer: Any, rotation: Any, row: Any,
             _rotate(head, cos, sin, cos, like)
         else:
             _rotate(head, cos, sin, like, like)
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _first_seen(position: Any, window: Any) -> Any:
-    """The first position that a row at `position` sees."""
-    return max(position + 1 - window, np.int64(0)) if window else np.int64(0)
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _hide(scores: Any, start: Any, since: Any, partly: Any, seen: Any, shared: Any) -> None:
-    """Make the scores of positions that a query does not see minus infinity.
-
-    Args:
-        scores: float32 [positions from `start` on, LANES].
-        start: The first position.
-        since: int64 [LANES], the first position that each query sees.
-        partly: The first position that is in the windows of all queries, at most `shared`.
-        seen: bool [rows of the pass from the first that is not on the paths of all queries, LANES].
-        shared: Where the first of them lies.
-    """
-    for position in range(start, partly):
-        for j in range(LANES):
-            if position < since[j]:
-                scores[position - start, j] = -np.inf
-    for t in range(seen.shape[0]):
-        for j in range(LANES):
-            if not seen[t, j] and shared + t >= start:
-                scores[shared + t - start, j] = -np.inf
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _attend_some(q: Any, first: Any, queries: Any, head: Any, paths: Any, out: Any) -> None:
-    """Attention of up to `LANES` queries of a key head; query n is head `n % group` of the group in row `n // group`.
-
-    Each query has a lane, in which everything is computed in the order of the positions. The committed positions and
-    the rows of the pass lie in a row; a row that is not on a query's path is left out of its lane.
-
-    Args:
-        q: float32 [rows of the sequence, heads * width].
-        first: The first of the queries.
-        queries: Number of queries in all.
-        head: `KeyHead`.
-        paths: `Paths` of the rows.
-        out: Like `q`.
-    """
-    h, group, committed, width = head.index, head.group, head.committed, head.keys.shape[1]
-    count = min(np.int64(LANES), queries - first)
-    row_first, row_last = first // group, (first + count - 1) // group
-    chain = paths.chain[row_first]
-    start, partly = committed + row_last + 1, np.int64(0)
-    transposed, since = np.zeros((width, LANES), np.float32), np.zeros(LANES, np.int64)
-    for j in range(count):
-        row, column = (first + j) // group, (h * group + (first + j) % group) * width
-        for d in range(width):
-            transposed[d, j] = q[row, column + d]
-        chain = min(chain, paths.chain[row])
-        since[j] = _first_seen(committed + paths.depths[row], head.window)
-        start, partly = min(start, since[j]), max(partly, since[j])
-    shared, stop = committed + chain, committed + row_last + 1
-    seen = np.zeros((stop - shared, LANES), np.bool_)
-    for j in range(count):
-        row = (first + j) // group
-        for t in range(max(chain, since[j] - committed), paths.depths[row] + 1):
-            seen[paths.rows[row, t] - chain, j] = True
-    some = np.empty((_AT_ONCE, PITCH), np.float32)
-    some[:, width : width - width % -32] = 0  # read beside the numbers of a head, by whole registers
-    scores = np.empty((stop - start + KEYS, LANES), np.float32)  # the last tile may reach beyond the positions
-    for position in range(start, stop, _AT_ONCE):
-        here = min(np.int64(_AT_ONCE), stop - position)
-        widen_rows(head.keys, position, here, some)
-        for n in range(0, here, KEYS):
-            tiles.score(some, n, transposed, head.scale, scores, position - start + n)
-    if head.cap > 0:
-        for n in range(stop - start):
-            cap_scores(scores[n], head.cap)
-    _hide(scores, start, since, min(partly, shared), seen, shared)
-    totals = np.empty((1, LANES), np.float32)
-    if count <= 4:
-        weights, few = np.empty((4, stop - start + LANES), np.float32), np.zeros((4, PITCH), np.float32)
-        weigh_few(scores, stop - start, weights, totals)
-        for position in range(start, stop, _AT_ONCE):
-            here = min(np.int64(_AT_ONCE), stop - position)
-            widen_rows(head.values, position, here, some)
-            if position >= partly and position + here <= shared:
-                mix_few(weights, position - start, here, some, width, few)
-            else:
-                mix_few_seen(weights, position - start, here, some, width, few)
-        for j in range(count):
-            row, column = (first + j) // group, (h * group + (first + j) % group) * width
-            for d in range(width):
-                out[row, column + d] = rounded(few[j, d] / totals[0, j], head.values)
-        return
-    mixed = np.zeros((width, LANES), np.float32)
-    lanes.store(totals, 0, 0, weigh(scores, stop - start))
-    for position in range(start, stop, _AT_ONCE):
-        here = min(np.int64(_AT_ONCE), stop - position)
-        widen_rows(head.values, position, here, some)
-        if position >= partly and position + here <= shared:
-            mix(scores, position - start, here, some, mixed)
-        else:
-            mix_seen(scores, position - start, here, some, mixed)
-    for j in range(count):
-        row, column = (first + j) // group, (h * group + (first + j) % group) * width
-        for d in range(width):
-            out[row, column + d] = rounded(mixed[d, j] / totals[0, j], head.values)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -351,7 +215,7 @@ def attend(heads: Any, layer: Any, rotation: Any, paths: Any, caches: Any, out: 
     sequences, width = committed.shape[0], like.shape[1]
     key_heads = k.shape[1] // width
     group = q.shape[1] // width // key_heads
-    before = np.zeros(sequences + 1, np.int64)  # tasks of the sequences before: some queries of one key head each
+    before = np.zeros(sequences + 1, np.int64)  # parts of the sequences before
     if starts[sequences] >= _SPREAD_FROM:
         _place_rows(heads, layer, rotation, caches)
     else:
@@ -362,11 +226,10 @@ def attend(heads: Any, layer: Any, rotation: Any, paths: Any, caches: Any, out: 
     for task in prange(before[sequences]):
         n = np.searchsorted(before, np.int64(task), side="right") - 1
         start, stop = starts[n], starts[n + 1]
-        queries = (stop - start) * group
-        parts = (queries + LANES - 1) // LANES
-        h, part = (np.int64(task) - before[n]) // parts, (np.int64(task) - before[n]) % parts
+        of_head = (before[n + 1] - before[n]) // key_heads
+        h, first = (np.int64(task) - before[n]) // of_head, LANES * ((np.int64(task) - before[n]) % of_head)
         own_keys = _heads_at(keys[n], key_heads, capacities[n], like)[h]
         own_values = _heads_at(values[n], key_heads, capacities[n], like)[h]
         head = KeyHead(h, group, committed[n], own_keys, own_values, window, scale, cap)
         own_paths = Paths(depths[start:stop], rows[start:stop], chain[start:stop])
-        _attend_some(q[start:stop], LANES * part, queries, head, own_paths, out[start:stop])
+        attend_part(q[start:stop], part_of(first, (stop - start) * group, head, own_paths), head, out[start:stop])

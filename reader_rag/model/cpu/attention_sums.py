@@ -24,7 +24,7 @@ tiles: Any = attention_tile
 def exponential(x: Any) -> Any:
     """`exp` of Lanes that are not above 0; 0 below -87."""
     scaled = lanes.multiply_add(x, lanes.spread(np.float32(1.44269504)), lanes.spread(np.float32(0.5)))
-    n = lanes.floor(lanes.clamp(scaled, lanes.spread(np.float32(-126)), lanes.spread(np.float32(126))))
+    n = lanes.floor(lanes.maximum(scaled, lanes.spread(np.float32(-126))))
     r = lanes.multiply_add(n, lanes.spread(np.float32(-0.693359375)), x)
     r = lanes.multiply_add(n, lanes.spread(np.float32(2.12194440e-4)), r)
     p = lanes.spread(np.float32(1.9875691500e-4))
@@ -41,16 +41,65 @@ def exponential(x: Any) -> Any:
 def widen_rows(rows: Any, first: Any, count: Any, out: Any) -> None:
     """float32 rows `first`, `first + 1`, ... of keys or values."""
     for n in range(count):
+        lanes.prefetch(rows, first + count + n)  # those behind them are next
         for d in range(rows.shape[1]):
             out[n, d] = widen(rows[first + n, d])
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def mix(weights: Any, first: Any, count: Any, values: Any, mixed: Any) -> None:
-    """Add `count` positions to the sums of all queries, in their order.
+def weigh(scores: Any, positions: Any, totals: Any) -> None:
+    """Turn the scores of `LANES` queries into weights: e ** (score - the greatest).
 
     Args:
-        weights: float32 [positions, LANES].
+        scores: float32 [>= positions, LANES], overwritten.
+        positions: Positions.
+        totals: float32 [LANES], overwritten with the sums of the weights.
+    """
+    greatest, total = lanes.spread(np.float32(-np.inf)), lanes.spread(np.float32(0))
+    for n in range(positions):
+        greatest = lanes.maximum(greatest, lanes.load(scores, n, 0))
+    for n in range(positions):
+        weight = exponential(lanes.subtract(lanes.load(scores, n, 0), greatest))
+        lanes.store(scores, n, 0, weight)
+        total = lanes.add(total, weight)
+    lanes.store(totals.reshape(1, LANES), 0, 0, total)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def weigh_few(scores: Any, queries: Any, positions: Any, totals: Any) -> None:
+    """As `weigh`, with positions in the lanes: the same numbers, added in the same order.
+
+    Args:
+        scores: float32 [>= queries up to a multiple of 4, >= positions up to a multiple of LANES], overwritten.
+        queries: Queries, a row of `scores` for each.
+        positions: Positions.
+        totals: float32 [LANES], overwritten with the sums of the queries' weights.
+    """
+    for j in range(queries):
+        greatest = lanes.spread(np.float32(-np.inf))
+        scores[j, positions : positions - positions % -LANES] = -np.inf
+        for n in range(0, positions, LANES):
+            greatest = lanes.maximum(greatest, lanes.load(scores, j, n))
+        lanes.store(totals.reshape(1, LANES), 0, 0, greatest)
+        highest = lanes.spread(totals.max())
+        for n in range(0, positions, LANES):
+            lanes.store(scores, j, n, exponential(lanes.subtract(lanes.load(scores, j, n), highest)))
+    for j in range(0, queries, 4):
+        a = b = c = d = np.float32(0)
+        for n in range(positions):  # four sums at a time: each waits for its last addition
+            a += scores[j, n]
+            b += scores[j + 1, n]
+            c += scores[j + 2, n]
+            d += scores[j + 3, n]
+        totals[j], totals[j + 1], totals[j + 2], totals[j + 3] = a, b, c, d
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def mix(weights: Any, first: Any, count: Any, values: Any, mixed: Any) -> None:
+    """Add `count` positions to the sums of `LANES` queries, in their order.
+
+    Args:
+        weights: float32 [>= first + count, LANES].
         first: The first position.
         count: Positions.
         values: float32 [>= count, PITCH].
@@ -76,84 +125,31 @@ def mix_seen(weights: Any, first: Any, count: Any, values: Any, mixed: Any) -> N
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def weigh(scores: Any, positions: Any) -> Any:
-    """Turn the scores of all queries into weights: e ** (score - the greatest).
-
-    Args:
-        scores: float32 [>= positions, LANES], overwritten.
-        positions: Positions.
-
-    Returns:
-        Lanes, the sums of the weights.
-    """
-    greatest, total = _greatest(scores, positions), lanes.spread(np.float32(0))
-    for n in range(positions):
-        weight = exponential(lanes.subtract(lanes.load(scores, n, 0), greatest))
-        lanes.store(scores, n, 0, weight)
-        total = lanes.add(total, weight)
-    return total
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _greatest(scores: Any, positions: Any) -> Any:
-    """Lanes, the greatest score of each query."""
-    greatest = lanes.spread(np.float32(-np.inf))
-    for n in range(positions):
-        greatest = lanes.maximum(greatest, lanes.load(scores, n, 0))
-    return greatest
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def weigh_few(scores: Any, positions: Any, weights: Any, totals: Any) -> None:
-    """As `weigh` for up to four queries, with positions in the lanes: the same numbers, added in the same order.
-
-    Args:
-        scores: float32 [>= positions, LANES].
-        positions: Positions.
-        weights: float32 [4, >= positions up to a multiple of LANES], a row for each query; overwritten.
-        totals: float32 [1, LANES]; overwritten with the sums of the weights.
-    """
-    lanes.store(totals, 0, 0, _greatest(scores, positions))
-    for n in range(positions):
-        for j in range(4):
-            weights[j, n] = scores[n, j] - totals[0, j]
-    for j in range(4):
-        for n in range(0, positions, LANES):
-            lanes.store(weights, j, n, exponential(lanes.load(weights, j, n)))
-    a = b = c = d = np.float32(0)
-    for n in range(positions):
-        a += weights[0, n]
-        b += weights[1, n]
-        c += weights[2, n]
-        d += weights[3, n]
-    totals[0, 0], totals[0, 1], totals[0, 2], totals[0, 3] = a, b, c, d
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def mix_few(weights: Any, first: Any, count: Any, values: Any, width: Any, mixed: Any) -> None:
-    """As `mix` for up to four queries, with the numbers of a head in the lanes.
+def mix_few(weights: Any, first: Any, count: Any, values: Any, mixed: Any, column: Any, width: Any) -> None:
+    """As `mix` for up to four queries, with the numbers of a row of values in the lanes.
 
     Args:
         weights: float32 [4, >= first + count].
         first: The first position.
         count: Positions.
-        values: float32 [>= count, PITCH].
-        width: Numbers of a head; the sums of others are overwritten, too.
-        mixed: float32 [4, PITCH].
+        values: float32 [>= count, any], a row for each position.
+        mixed: float32 [4, any].
+        column: Of `mixed`, for the first number of `values`.
+        width: Numbers of a row; the sums up to a multiple of 2 * LANES are overwritten.
     """
     for d in range(0, width, 2 * LANES):
-        e = d + LANES
+        e, f, g = d + LANES, column + d, column + d + LANES
         a0, a1, a2, a3 = (
-            lanes.load(mixed, 0, d),
-            lanes.load(mixed, 1, d),
-            lanes.load(mixed, 2, d),
-            lanes.load(mixed, 3, d),
+            lanes.load(mixed, 0, f),
+            lanes.load(mixed, 1, f),
+            lanes.load(mixed, 2, f),
+            lanes.load(mixed, 3, f),
         )
         b0, b1, b2, b3 = (
-            lanes.load(mixed, 0, e),
-            lanes.load(mixed, 1, e),
-            lanes.load(mixed, 2, e),
-            lanes.load(mixed, 3, e),
+            lanes.load(mixed, 0, g),
+            lanes.load(mixed, 1, g),
+            lanes.load(mixed, 2, g),
+            lanes.load(mixed, 3, g),
         )
         for n in range(count):
             v, u, at = lanes.load(values, n, d), lanes.load(values, n, e), first + n
@@ -163,23 +159,23 @@ def mix_few(weights: Any, first: Any, count: Any, values: Any, width: Any, mixed
             a1, b1 = lanes.multiply_add(w1, v, a1), lanes.multiply_add(w1, u, b1)
             a2, b2 = lanes.multiply_add(w2, v, a2), lanes.multiply_add(w2, u, b2)
             a3, b3 = lanes.multiply_add(w3, v, a3), lanes.multiply_add(w3, u, b3)
-        lanes.store(mixed, 0, d, a0)
-        lanes.store(mixed, 1, d, a1)
-        lanes.store(mixed, 2, d, a2)
-        lanes.store(mixed, 3, d, a3)
-        lanes.store(mixed, 0, e, b0)
-        lanes.store(mixed, 1, e, b1)
-        lanes.store(mixed, 2, e, b2)
-        lanes.store(mixed, 3, e, b3)
+        lanes.store(mixed, 0, f, a0)
+        lanes.store(mixed, 1, f, a1)
+        lanes.store(mixed, 2, f, a2)
+        lanes.store(mixed, 3, f, a3)
+        lanes.store(mixed, 0, g, b0)
+        lanes.store(mixed, 1, g, b1)
+        lanes.store(mixed, 2, g, b2)
+        lanes.store(mixed, 3, g, b3)
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def mix_few_seen(weights: Any, first: Any, count: Any, values: Any, width: Any, mixed: Any) -> None:
+def mix_few_seen(weights: Any, first: Any, count: Any, values: Any, mixed: Any, column: Any, width: Any) -> None:
     """As `mix_few`, for positions that some queries do not see."""
     for j in range(4):
         for n in range(count):
             w = lanes.spread_at(weights, j, first + n)
             for d in range(0, width, LANES):
-                total = lanes.load(mixed, j, d)
+                total = lanes.load(mixed, j, column + d)
                 more = lanes.multiply_add(w, lanes.load(values, n, d), total)
-                lanes.store(mixed, j, d, lanes.where_zero(w, total, more))
+                lanes.store(mixed, j, column + d, lanes.where_zero(w, total, more))

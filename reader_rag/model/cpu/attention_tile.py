@@ -17,7 +17,7 @@ from reader_rag.model.cpu.simd import FLOATS, LANES, fused, spread_value
 
 KEYS = 16 if LANES == 16 else 8
 """Keys of a tile of scores; their sums fill half of the registers."""
-PITCH = 256
+PITCH = 272
 """Numbers from one row of widened keys or values to the next: the greatest width of a head."""
 
 _I64 = ir.IntType(64)

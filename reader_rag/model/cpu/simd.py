@@ -21,6 +21,9 @@ from reader_rag.util.cpu import cpu_features
 LANES = 16 if "avx512f" in cpu_features() else 8
 """Numbers of a register."""
 
+_LINE = 64
+"""Bytes of a line of the CPU's caches."""
+
 FLOATS: Any = ir.VectorType(ir.FloatType(), LANES)
 _INTEGERS = ir.VectorType(ir.IntType(32), LANES)
 
@@ -109,6 +112,60 @@ def store(typing_context: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
 
 
 @intrinsic
+def transpose(typing_context: Any, rows: Any, i: Any, j: Any, out: Any, k: Any, m: Any) -> Any:
+    """Write elements [i : i + LANES, j : j + LANES] of a C-contiguous float32 array as [k : k + LANES, m : m + LANES]
+    of another, transposed."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def line(which: int, n: int) -> Any:
+            kind, (i, j) = signature.args[which], arguments[which + 1 : which + 3]
+            array = context.make_array(kind)(context, builder, arguments[which])
+            place = [builder.add(i, ir.Constant(i.type, n)), j]
+            address = cgutils.get_item_pointer(context, builder, kind, array, place, wraparound=False)
+            return builder.bitcast(address, FLOATS.as_pointer())
+
+        vectors = [builder.load(line(0, n), align=4) for n in range(LANES)]
+        distance = 1
+        while distance < LANES:  # swap blocks of `distance` numbers between lines that are as far apart
+            for n in range(LANES):
+                if not n & distance:
+                    a, b = vectors[n], vectors[n + distance]
+                    low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+                    high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+                    vectors[n], vectors[n + distance] = (
+                        builder.shuffle_vector(a, b, ir.Constant(_INTEGERS, mask)) for mask in (low, high)
+                    )
+            distance *= 2
+        for n, vector in enumerate(vectors):
+            builder.store(vector, line(3, n), align=4)
+        return context.get_dummy_value()
+
+    i = types.intp
+    return types.void(rows, i, i, out, i, i), code
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, i: Any) -> Any:
+    """Ask for row i of a C-contiguous array, which is read soon; it may lie beyond the array."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        made = context.make_array(signature.args[0])(context, builder, arguments[0])
+        stride = cgutils.unpack_tuple(builder, made.strides)[0]
+        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        row = builder.gep(builder.bitcast(made.data, byte), [builder.mul(arguments[1], stride)])
+        declared = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, declared, "llvm.prefetch.p0i8")
+        with cgutils.for_range_slice(builder, ir.Constant(stride.type, 0), stride, ir.Constant(stride.type, _LINE)) as (
+            at,
+            _,
+        ):
+            builder.call(function, [builder.gep(row, [at]), *(ir.Constant(i32, n) for n in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), code
+
+
+@intrinsic
 def spread(typing_context: Any, value: Any) -> Any:
     """One float32 in all lanes."""
 
@@ -151,11 +208,6 @@ def _power_of_two(builder: Any, a: Any) -> Any:
     return builder.bitcast(builder.shl(exponents, _constant(_INTEGERS, 23)), FLOATS)
 
 
-def _clamp(builder: Any, a: Any, low: Any, high: Any) -> Any:
-    raised = builder.select(builder.fcmp_ordered("<", a, low), low, a)
-    return builder.select(builder.fcmp_ordered(">", raised, high), high, raised)
-
-
 add = _operation(2, lambda builder, a, b: builder.fadd(a, b))
 subtract = _operation(2, lambda builder, a, b: builder.fsub(a, b))
 multiply = _operation(2, lambda builder, a, b: builder.fmul(a, b))
@@ -166,8 +218,6 @@ multiply_add = _operation(3, fused)
 floor = _operation(1, _floor)
 power_of_two = _operation(1, _power_of_two)
 """2**a of whole numbers from -126 to 127."""
-clamp = _operation(3, _clamp)
-"""`a` within `low` and `high`; a NaN stays."""
 zero_below = _operation(3, lambda builder, a, low, b: builder.select(builder.fcmp_ordered("<", a, low), _zeros(), b))
 """0 where `a` is below `low`, else `b`."""
 where_zero = _operation(3, lambda builder, a, b, c: builder.select(builder.fcmp_ordered("==", a, _zeros()), b, c))
