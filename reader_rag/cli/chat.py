@@ -35,6 +35,7 @@ from reader_rag.cli.options import (
 from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ReaderError
 from reader_rag.model.registry import DEFAULT_EMBED_MODEL
+from reader_rag.util.source_title import source_title
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
@@ -187,7 +188,10 @@ class ChatSession:
             self._show_names(self._nodes)
 
     def _show_names(self, nodes: Sequence[NodeWithScore]) -> None:
-        names = dict.fromkeys(str(node.node.metadata.get("file_name", "(no file)")) for node in nodes)
+        names = dict.fromkeys(
+            str(metadata.get("file_name") or source_title(metadata) or "(no file)")
+            for metadata in (node.node.metadata for node in nodes)
+        )
         self._console.print(Text(clean(f"from {', '.join(names)} (/sources, /stats)"), style="dim"), soft_wrap=True)
 
     def _show_sources(self) -> None:

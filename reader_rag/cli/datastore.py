@@ -299,9 +299,9 @@ def _read(file: Path) -> str:
     Raises:
         UnusableFileError: It has none that can be read.
     """
-    from reader_rag.rag.files import parse, read_bytes
+    from reader_rag.rag.files import parse, read_bytes, whole_text
 
-    return "\n".join(document.text for document in parse(file, read_bytes(file)))
+    return whole_text(parse(file, read_bytes(file)))
 
 
 def _size(file: Path) -> int:

@@ -17,7 +17,7 @@ from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 
 def ingest(
     paths: Annotated[
-        list[Path], typer.Argument(help="Folders and files. PDF and office files need the extra 'files'.")
+        list[Path], typer.Argument(help="Folders and files. PDF, office and Outlook files need the extra 'files'.")
     ],
     store: Store = None,
     vector_store: VectorStore = None,
@@ -28,6 +28,9 @@ def ingest(
     chunk_overlap: Annotated[
         int, typer.Option("--chunk-overlap", help="Tokens that a passage shares with the next one.")
     ] = 32,
+    encoding: Annotated[
+        str, typer.Option("--encoding", help="Encoding of text in files that declare none, e.g. latin-1.")
+    ] = "utf-8",
     tenant: Tenant = "",
     embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
     device: Device = "auto",
@@ -66,6 +69,7 @@ def ingest(
             embed_model=embedding,
             chunk_tokens=chunk_tokens,
             chunk_overlap=chunk_overlap,
+            encoding=encoding,
             progress=progress,
             tenant=tenant,
             follow_links=follow_links,

@@ -13,6 +13,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, TextN
 from reader_rag.engine.outputs import CopiedSpan, Passage
 from reader_rag.errors import ConfigError
 from reader_rag.llm.context_hooks import CONTEXT_ID
+from reader_rag.util.source_title import source_title
 
 if TYPE_CHECKING:
     from llama_index.core.base.response.schema import RESPONSE_TYPE
@@ -41,12 +42,14 @@ class Citation:
         node_end: End in the node's text.
         file_path: The document's file; None if the node's metadata has none.
         page: Label of the page, for formats with pages.
-        document_start: Start in the document's text (of that page); None if the node has no character span. Line ends
-            count as one character and a byte order mark as none, as in the text of `Path.read_text`.
+        document_start: Start in the document's text (of that page, slide, sheet, chapter or message); None if the node
+            has no character span. Line ends count as one character and a byte order mark as none, as in the text of
+            `Path.read_text`.
         document_end: End in the document's text; None if the node has no character span.
         kind: "copied": recorded while the answer was decoded. "matched": found afterwards by comparing texts; it has
             at least 8 tokens (words, punctuation marks, or characters of scripts without spaces) and is in one
             passage only.
+        title: The passage's source in words: see `source_title`.
     """
 
     text: str
@@ -60,6 +63,7 @@ class Citation:
     document_start: int | None = None
     document_end: int | None = None
     kind: CitationKind = "copied"
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -392,4 +396,5 @@ def _citation(span: CopiedSpan, location: _Location, answer: str) -> Citation | 
         page=None if page is None else str(page),
         document_start=None if offset is None else offset + node_start,
         document_end=None if offset is None else offset + node_start + len(text),
+        title=source_title(node.metadata),
     )

@@ -64,12 +64,13 @@ class _AssumedSizes:
         return len(get_tokenizer()(text))
 
 
-def sizes_of(embed_model: BaseEmbedding, chunk_tokens: int | None) -> TextSizes:
+def sizes_of(embed_model: BaseEmbedding, chunk_tokens: int | None, *, stacklevel: int = 3) -> TextSizes:
     """The sizes of an embedding; of one that does not report them the size of chunks, with a warning if none is given.
 
     Args:
         embed_model: Any LlamaIndex embedding.
         chunk_tokens: Most tokens of a chunk; None: not given.
+        stacklevel: Whose line the warning names, as for `warnings.warn`.
     """
     if isinstance(embed_model, SizedEmbedding):
         return embed_model
@@ -78,7 +79,7 @@ def sizes_of(embed_model: BaseEmbedding, chunk_tokens: int | None) -> TextSizes:
             f"{type(embed_model).__name__} does not say how many tokens of a text it reads: chunks have at most "
             f"{_ASSUMED_TOKENS}; pass chunk_tokens, or derive it from SizedEmbedding",
             ReaderWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
     return _AssumedSizes(chunk_tokens or _ASSUMED_TOKENS)
 

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 import stat
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from llama_index.core.schema import Document
 
 from reader_rag.config.reading import ReadLimits
 from reader_rag.errors import IngestError
+from reader_rag.rag.reading.formats import format_of, unread_reason
 from reader_rag.rag.reading.process import ReadingProcess
+from reader_rag.rag.reading.section import Section
 from reader_rag.rag.reading.text import UnusableFileError as UnusableFileError
 from reader_rag.rag.reading.text import decode
-from reader_rag.rag.reading.worker import HTML_SUFFIXES
 from reader_rag.util.encodable import is_encodable
-
-# Formats that llama-index-readers-file turns into text; every other file but HTML is read as text itself.
-OFFICE_SUFFIXES = frozenset({".pdf", ".docx", ".pptx", ".pptm", ".ppt", ".epub", ".hwp", ".xls", ".xlsx"})
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _NOT_UTF8 = "the name is not valid UTF-8; rename it"
@@ -115,11 +114,13 @@ def _add_link(found: FoundFiles, link: Path, excluded: Path | None) -> None:
         found.files.append(link)
 
 
-def printable(path: Path) -> str:
-    """A path as text in one line that every stream can write: other bytes and control characters as escapes.
+def printable(path: Path | str) -> str:
+    """A path, or the id of a document, as text in one line that every stream can write.
+
+    Other bytes and control characters are escapes.
 
     Args:
-        path: The path.
+        path: The path or id.
     """
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
@@ -162,44 +163,91 @@ def _content(file: FileIO, most_bytes: int) -> bytes:
     raise UnusableFileError(f"larger than {most_bytes >> 20} MiB; split it")
 
 
-def parse(path: Path, data: bytes, reading: ReadingProcess | None = None) -> list[Document]:
+class FileDocument(Document):
+    """A part of a file as a LlamaIndex document; the metadata is hidden from the LLM and the embedding.
+
+    Attributes:
+        start: Characters of the file's text before this part; see `Section`.
+        line_key: Name in the metadata of chunks for the labels of their lines; "" for none.
+        line_labels: Label of each line of the text; empty for none.
+    """
+
+    start: int = 0
+    line_key: str = ""
+    line_labels: tuple[str, ...] = ()
+
+
+def parse(
+    path: Path,
+    data: bytes,
+    reading: ReadingProcess | None = None,
+    *,
+    encoding: str = "utf-8",
+    metadata: Mapping[str, Any] | None = None,
+) -> list[FileDocument]:
     """Turn a file's content into documents.
 
     Args:
         path: Path of the file; its suffix selects the parser.
         data: The file's content.
         reading: The process that parses formats other than plain text; None starts one for this file.
+        encoding: Encoding of text in files that declare none.
+        metadata: More metadata of each document; it may replace `file_name`.
 
     Returns:
-        One document, or one for each page of a format with pages. `id_` is the path. The metadata (`file_path`,
-        `file_name`, and `page_label` from formats with pages) is hidden from the LLM and the embedding.
+        One document, or one for each page, slide, sheet, chapter, message or part below a heading. `id_` is the path.
+        The metadata has `file_path`, `file_name`, and where the part is in the file.
 
     Raises:
         UnusableFileError: The content is binary, in an unknown encoding or without text, its parser is missing, or
             parsing it exceeds the limits.
     """
     suffix = path.suffix.lower()
-    if suffix in OFFICE_SUFFIXES or suffix in HTML_SUFFIXES:
-        if suffix in OFFICE_SUFFIXES:
-            _require_parsers(suffix)
-        with ReadingProcess() if reading is None else nullcontext(reading) as process:
-            pages = process.read(data, suffix)
+    format_ = format_of(suffix)
+    if format_ is None:
+        sections = [Section(_plain_text(data, suffix, encoding))]
     else:
-        pages = [{"text": decode(data)}]
-    documents = [_document(path, **page) for page in pages if page["text"].strip()]
+        if not format_.is_installed:
+            raise UnusableFileError(f"{suffix} files need the extra: pip install 'reader-rag[files]'")
+        with ReadingProcess() if reading is None else nullcontext(reading) as process:
+            sections = process.read(data, suffix, encoding)
+    common = {"file_path": str(path), "file_name": path.name, **(metadata or {})}
+    documents = [_document(path, section, common) for section in sections if section.text.strip()]
     if not documents:
         raise UnusableFileError("holds no text")
     return documents
 
 
-def _document(path: Path, text: str, **metadata: str) -> Document:
-    metadata = {"file_path": str(path), "file_name": path.name, **metadata}
-    return Document(
-        id_=str(path),
-        text=text,
-        metadata=metadata,
-        excluded_llm_metadata_keys=list(metadata),
-        excluded_embed_metadata_keys=list(metadata),
+def whole_text(documents: Sequence[FileDocument]) -> str:
+    """The text of a file: the parts that `parse` returned, together.
+
+    Args:
+        documents: The parts.
+    """
+    parts: list[str] = []
+    for document in documents:
+        parts += ["\n" if parts and not document.start else "", document.text]
+    return "".join(parts)
+
+
+def _plain_text(data: bytes, suffix: str, encoding: str) -> str:
+    try:
+        return decode(data, encoding)
+    except UnusableFileError as error:
+        raise UnusableFileError(unread_reason(suffix) or str(error)) from error
+
+
+def _document(path: Path, section: Section, common: Mapping[str, Any]) -> FileDocument:
+    metadata = {**common, **section.metadata}
+    hidden = [*metadata, *filter(None, [section.line_key])]
+    fields: dict[str, Any] = {"id_": str(path), "text": section.text, "metadata": metadata}
+    return FileDocument(
+        excluded_llm_metadata_keys=hidden,
+        excluded_embed_metadata_keys=list(hidden),
+        start=section.start,
+        line_key=section.line_key,
+        line_labels=section.line_labels,
+        **fields,
     )
 
 
@@ -211,13 +259,7 @@ def content_hash(path: Path, data: bytes, settings: str) -> str:
         data: The file's content.
         settings: Description of the chunk settings.
     """
-    if path.suffix.lower() in HTML_SUFFIXES:
-        settings += ", HTML as text"  # earlier versions stored the tags
+    format_ = format_of(path.suffix.lower())
+    if format_ is not None and format_.version:
+        settings += f", {format_.version}"  # earlier versions of a parser stored other text
     return hashlib.sha256(settings.encode() + b"\0" + data).hexdigest()
-
-
-def _require_parsers(suffix: str) -> None:
-    if importlib.util.find_spec("llama_index.readers") is None or (
-        importlib.util.find_spec("llama_index.readers.file") is None
-    ):
-        raise UnusableFileError(f"{suffix} files need the extra: pip install 'reader-rag[files]'")

@@ -1,25 +1,35 @@
-"""`ingest`: updates a store from files, in one commit."""
+"""`ingest`: updates a store from files and documents, in one commit."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from llama_index.core.base.embeddings.base import BaseEmbedding
-from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.node_parser import NodeParser
+from llama_index.core.schema import BaseNode, Document, MetadataMode
 
 from reader_rag.config import checked_tenant
 from reader_rag.config.reading import ReadLimits
-from reader_rag.errors import ConfigError, IngestError, StoreBusyError, StoreNotFoundError, StoreWriteError
-from reader_rag.rag.chunking import Chunker
-from reader_rag.rag.embedding import sizes_of
-from reader_rag.rag.files import FoundFiles, UnusableFileError, content_hash, find_files, parse, printable, read_bytes
+from reader_rag.errors import (
+    ConfigError,
+    IngestError,
+    ReaderWarning,
+    StoreBusyError,
+    StoreNotFoundError,
+    StoreWriteError,
+)
+from reader_rag.rag.chunking import Chunker, ParserSplitter, Splitter
+from reader_rag.rag.documents import Source, sort_sources
+from reader_rag.rag.embedding import TextSizes, sizes_of
+from reader_rag.rag.files import FoundFiles, find_files, printable
+from reader_rag.rag.plan import FileMetadata, Plan, Planner
+from reader_rag.rag.plan import SkippedFile as SkippedFile
 from reader_rag.rag.reading.process import ReadingProcess
 from reader_rag.rag.stores.location import local_folder, lock_folder, open_store
 from reader_rag.rag.stores.records import DocumentRecord
@@ -28,8 +38,6 @@ DEFAULT_CHUNK_TOKENS = 256
 DEFAULT_CHUNK_OVERLAP = 32
 
 _SMALLEST_CHUNK = 16
-# Part of each file's hash: a new version makes every store split and embed its files again.
-_CHUNKER_VERSION = 1
 _LOCK_NAME = "ingest.lock"
 _COMMIT_LOCK_NAME = "commit.lock"
 
@@ -37,41 +45,24 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class SkippedFile:
-    """A file or folder that could not be ingested; as text, one line that can be printed whatever the path holds.
-
-    Attributes:
-        path: Absolute path; a name that is not valid UTF-8 has lone surrogates, as everywhere in Python.
-        reason: The reason in a few words.
-        kept_old: Whether the store keeps the path's content of an earlier ingestion.
-    """
-
-    path: Path
-    reason: str
-    kept_old: bool = False
-
-    def __str__(self) -> str:
-        kept = "; its earlier version stays in the store" if self.kept_old else ""
-        return f"{printable(self.path)}: {self.reason}{kept}"
-
-
-@dataclass(frozen=True)
 class IngestReport:
     """Result of an ingestion.
 
+    Files are absolute paths, documents that were passed as such are their ids.
+
     Attributes:
-        added: Files that are new in the store.
-        updated: Files whose content or chunk settings changed.
-        unchanged: Files that were not embedded again.
+        added: Files and documents that are new in the store.
+        updated: Those whose content, metadata or chunk settings changed.
+        unchanged: Those that were not embedded again.
         removed: Files that no longer exist under their root.
-        skipped: Files and folders that could not be ingested, with reasons.
-        chunks: Number of nodes of the added and updated files.
+        skipped: Files, folders and documents that could not be ingested, with reasons.
+        chunks: Number of nodes of what was added and updated.
         total_chunks: Number of the tenant's nodes in the store after the ingestion.
     """
 
-    added: tuple[Path, ...]
-    updated: tuple[Path, ...]
-    unchanged: tuple[Path, ...]
+    added: tuple[Path | str, ...]
+    updated: tuple[Path | str, ...]
+    unchanged: tuple[Path | str, ...]
     removed: tuple[Path, ...]
     skipped: tuple[SkippedFile, ...]
     chunks: int
@@ -79,53 +70,54 @@ class IngestReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every file could be ingested."""
+        """Whether everything could be ingested."""
         return not self.skipped
 
 
-@dataclass
-class _Plan:
-    """The changes that one ingestion commits."""
-
-    records: list[DocumentRecord] = field(default_factory=list)
-    nodes: list[TextNode] = field(default_factory=list)
-    added: list[Path] = field(default_factory=list)
-    updated: list[Path] = field(default_factory=list)
-    unchanged: list[Path] = field(default_factory=list)
-    removed: list[Path] = field(default_factory=list)
-    skipped: list[SkippedFile] = field(default_factory=list)
-
-
 def ingest(
-    paths: str | Path | Sequence[str | Path],
+    sources: Source | Iterable[Source],
     store: str | Path,
     *,
     embed_model: BaseEmbedding,
     chunk_tokens: int | None = None,
-    chunk_overlap: int = DEFAULT_CHUNK_OVERLAP,
+    chunk_overlap: int | None = None,
+    node_parser: NodeParser | None = None,
+    metadata: FileMetadata | None = None,
+    encoding: str = "utf-8",
     progress: Progress | None = None,
     tenant: str = "",
     follow_links: bool = False,
     limits: ReadLimits | None = None,
 ) -> IngestReport:
-    """Update a tenant's documents in a store from the files under some paths.
+    """Update a tenant's documents in a store from files, LlamaIndex documents and LlamaIndex readers.
 
-    New and changed files are split and embedded first; then documents and vectors are swapped in one commit. Until that
+    What is new or changed is split and embedded first; then documents and vectors are swapped in one commit. Until that
     commit queries see the old content, and an error leaves the store unchanged. A vector database has no such commits:
     there the next ingestion completes an interrupted one. Files under other roots and documents of other tenants stay.
     A file that can no longer be read keeps its last content in the store and is reported.
 
+    Documents replace those of the same id; documents that are not passed again stay (`store.delete(id)` removes one).
+    A document without an id of its own, which LlamaIndex gives a random one, is unchanged if the store has one with
+    the same text and metadata.
+
     Args:
-        paths: Files and folders, or a single one. Hidden files and folders inside are skipped, and links to folders are
-            not followed. Pipes, sockets and devices are skipped and reported.
+        sources: Files and folders, LlamaIndex `Document`s, and readers (or `ReaderConfig`s) that load some; or a single
+            one. Hidden files and folders inside a folder are skipped, and links to folders are not followed. Pipes,
+            sockets and devices are skipped and reported.
         store: Folder of the store, or the URL of a collection in a vector database (`qdrant://...`, `milvus://...`);
             made with the first documents.
         embed_model: The embedding model of the store: any LlamaIndex embedding. Of one that does not report how many
             tokens it reads (no `SizedEmbedding`), chunks have `chunk_tokens`, or 256 with a warning.
         chunk_tokens: Most tokens of a chunk, by the embedding's tokenizer; None takes 256, or the model's limit if that
             is lower.
-        chunk_overlap: Most tokens that neighbouring chunks share.
-        progress: Called as (stage, done, total) with the stages "read" (files) and "embed" (distinct chunks).
+        chunk_overlap: Most tokens that neighbouring chunks share; None takes 32.
+        node_parser: Any LlamaIndex node parser to split with, in place of sentences up to `chunk_tokens`.
+        metadata: Called with the path of each file; returns metadata that retrieval can filter by, JSON-ready. It is
+            neither embedded nor shown to the LLM. `file_name` replaces the name that is shown.
+        encoding: Encoding of text in files that declare none (plain text, Markdown, CSV, HTML without a charset ...).
+            Text with a byte order mark needs none.
+        progress: Called as (stage, done, total) with the stages "read" (files and documents) and "embed" (distinct
+            chunks).
         tenant: The tenant who owns the documents; only the tenant's queries find them.
         follow_links: Whether links inside a folder to files outside of it, or to hidden files, are read. By default
             they are skipped and reported, so that nobody who may write to the folder can have other files read.
@@ -133,38 +125,50 @@ def ingest(
             is skipped and reported; None takes the defaults.
 
     Returns:
-        The files that were added, updated, removed and skipped.
+        What was added, updated, removed and skipped.
 
     Raises:
-        IngestError: A path does not exist, or no file can be ingested; the store is unchanged.
-        ConfigError: The chunk settings contradict each other or the model's limit, or the tenant's name is invalid.
+        IngestError: A path does not exist, or nothing can be ingested; the store is unchanged.
+        ConfigError: A source is of another type, the chunk settings contradict each other or the model's limit, the
+            metadata cannot be stored, or encoding or tenant are invalid.
         StoreBusyError: Another ingestion for this tenant into this store is running.
         StoreError: The store cannot be used or written, or was made with another embedding model.
     """
     checked_tenant(tenant)
-    sizes = sizes_of(embed_model, chunk_tokens)
-    tokens = _checked_chunk_tokens(chunk_tokens, chunk_overlap, sizes.max_text_tokens)
-    settings = f"chunker {_CHUNKER_VERSION}, {tokens} tokens, overlap {chunk_overlap}"
+    splitter = _splitter(embed_model, chunk_tokens, chunk_overlap, node_parser)
+    _check_encoding(encoding)
     report = progress or (lambda stage, done, total: None)
-    listed = [paths] if isinstance(paths, (str, Path)) else paths
     limits = limits or ReadLimits()
-    roots = [find_files(Path(path), local_folder(store), follow_links=follow_links) for path in listed]
-    _require_files(roots)
+    given = sort_sources(sources)
+    roots = [find_files(path, local_folder(store), follow_links=follow_links) for path in given.paths]
+    _require_any(roots, given.documents)
     with _ingestion_lock(store, tenant):
         known = _known_documents(store, embed_model, tenant)
-        plan = _Plan()
         files = {file: found.root for found in reversed(roots) for file in found.files}
-        chunker = Chunker(sizes, tokens, chunk_overlap)
+        total = len(files) + len(given.documents)
         with ReadingProcess(limits) as reading:
+            planner = Planner(known, splitter, reading, tenant, metadata, encoding)
             for done, (file, root) in enumerate(sorted(files.items())):
-                report("read", done, len(files))
-                _plan_file(plan, file, root, known, settings, chunker, reading, tenant)
-        report("read", len(files), len(files))
-        _plan_unlisted_and_removed(plan, roots, known)
+                report("read", done, total)
+                planner.add_file(file, root)
+            for done, parts in enumerate(given.documents.values(), start=len(files)):
+                report("read", done, total)
+                planner.add_document(parts)
+        report("read", total, total)
+        plan = planner.plan
+        planner.add_missing(roots)
         if not (plan.records or plan.unchanged):
             first = plan.skipped[0]
+            kind = "files" if files else "documents"
             raise IngestError(
-                f"none of the {len(plan.skipped)} files can be ingested, e.g. {printable(first.path)}: {first.reason}"
+                f"none of the {len(plan.skipped)} {kind} can be ingested, e.g. {printable(first.path)}: {first.reason}"
+            )
+        if isinstance(splitter, ParserSplitter) and splitter.truncated:
+            warnings.warn(
+                f"{splitter.truncated} of {len(plan.nodes)} passages are longer than the embedding reads; their ends "
+                f"are not searched: let {type(node_parser).__name__} make smaller ones",
+                ReaderWarning,
+                stacklevel=2,
             )
         _embed(plan.nodes, embed_model, report)
         with (
@@ -175,6 +179,32 @@ def ingest(
             if plan.records or plan.removed:
                 opened.replace_documents(plan.nodes, plan.records, [str(path) for path in plan.removed])
             return _report(plan, opened.num_nodes)
+
+
+def _splitter(
+    embed_model: BaseEmbedding, chunk_tokens: int | None, chunk_overlap: int | None, node_parser: NodeParser | None
+) -> Splitter:
+    if node_parser is not None:
+        if chunk_tokens is not None or chunk_overlap is not None:
+            raise ConfigError("node_parser has its own sizes: leave out chunk_tokens and chunk_overlap")
+        if not isinstance(node_parser, NodeParser):
+            raise ConfigError(f"node_parser must be a LlamaIndex NodeParser, not {type(node_parser).__name__}")
+        return ParserSplitter(node_parser, sizes_of(embed_model, DEFAULT_CHUNK_TOKENS))
+    sizes: TextSizes = sizes_of(embed_model, chunk_tokens, stacklevel=4)
+    overlap = DEFAULT_CHUNK_OVERLAP if chunk_overlap is None else chunk_overlap
+    tokens = _checked_chunk_tokens(chunk_tokens, overlap, sizes.max_text_tokens)
+    return Chunker(sizes, tokens, overlap)
+
+
+def _check_encoding(encoding: str) -> None:
+    try:
+        b"text".decode(encoding)
+    except LookupError as error:
+        raise ConfigError(
+            f"{encoding!r} is no encoding of text that Python knows; try 'latin-1' or 'cp1252'"
+        ) from error
+    except UnicodeDecodeError:
+        return  # one of whole words, such as utf-32
 
 
 def _checked_chunk_tokens(chunk_tokens: int | None, overlap: int, limit: int) -> int:
@@ -188,9 +218,9 @@ def _checked_chunk_tokens(chunk_tokens: int | None, overlap: int, limit: int) ->
     return tokens
 
 
-def _require_files(roots: Sequence[FoundFiles]) -> None:
+def _require_any(roots: Sequence[FoundFiles], documents: Mapping[str, Sequence[Document]]) -> None:
     """Require a file under every path: an empty folder is more likely a mistake than a request to remove its files."""
-    if not roots:
+    if not roots and not documents:
         raise IngestError("no path was given: name a file or folder to ingest")
     for found in roots:
         if not found.files:
@@ -233,59 +263,9 @@ def _known_documents(store: str | Path, embed_model: BaseEmbedding, tenant: str)
         return {}
 
 
-def _plan_file(
-    plan: _Plan,
-    file: Path,
-    root: Path,
-    known: dict[str, DocumentRecord],
-    settings: str,
-    chunker: Chunker,
-    reading: ReadingProcess,
-    tenant: str,
-) -> None:
-    old = known.get(str(file))
-    try:
-        data = read_bytes(file, reading.limits.file_bytes)
-        digest = content_hash(file, data, settings)
-        if old is not None and old.hash == digest:
-            plan.unchanged.append(file)
-            return
-        nodes = chunker.split(parse(file, data, reading))
-    except UnusableFileError as error:
-        plan.skipped.append(SkippedFile(file, str(error), kept_old=old is not None))
-        return
-    for number, node in enumerate(nodes):
-        # Tenants with the same file have nodes of different ids.
-        owner = f"\0{tenant}" if tenant else ""
-        node.id_ = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{file}\0{digest}\0{number}{owner}"))
-    plan.nodes.extend(nodes)
-    plan.records.append(DocumentRecord(str(file), old.root if old is not None else str(root), digest))
-    (plan.added if old is None else plan.updated).append(file)
-
-
-def _plan_unlisted_and_removed(plan: _Plan, roots: Sequence[FoundFiles], known: dict[str, DocumentRecord]) -> None:
-    """Plan the removal of known files that their root no longer has, except below folders that cannot be listed."""
-    unlisted = [(folder, reason) for found in roots for folder, reason in found.unlisted]
-    for found in roots:
-        plan.skipped.extend(SkippedFile(link, reason) for link, reason in found.links)
-    for folder, reason in unlisted:
-        kept = any(Path(path).is_relative_to(folder) for path in known)
-        plan.skipped.append(SkippedFile(folder, reason, kept_old=kept))
-    found_now = {str(file) for found in roots for file in found.files}
-    root_names = {str(found.root) for found in roots}
-    for path, record in known.items():
-        covered = any(Path(path).is_relative_to(found.root) for found in roots)
-        unknown = any(Path(path).is_relative_to(folder) for folder, _ in unlisted)
-        if not covered or unknown or path in found_now:
-            continue
-        # A root inside a hidden folder is not listed by the roots around it, which must not remove its files.
-        if record.root in root_names or not os.path.lexists(path):
-            plan.removed.append(Path(path))
-
-
-def _embed(nodes: Sequence[TextNode], embed_model: BaseEmbedding, report: Progress) -> None:
+def _embed(nodes: Sequence[BaseNode], embed_model: BaseEmbedding, report: Progress) -> None:
     """Set the nodes' embeddings; equal texts are embedded once."""
-    sharing: dict[str, list[TextNode]] = {}
+    sharing: dict[str, list[BaseNode]] = {}
     for node in nodes:
         sharing.setdefault(node.get_content(metadata_mode=MetadataMode.EMBED), []).append(node)
     texts, batch = list(sharing), embed_model.embed_batch_size
@@ -298,13 +278,13 @@ def _embed(nodes: Sequence[TextNode], embed_model: BaseEmbedding, report: Progre
     report("embed", len(texts), len(texts))
 
 
-def _report(plan: _Plan, total_chunks: int) -> IngestReport:
+def _report(plan: Plan, total_chunks: int) -> IngestReport:
     return IngestReport(
         added=tuple(plan.added),
         updated=tuple(plan.updated),
         unchanged=tuple(plan.unchanged),
         removed=tuple(plan.removed),
-        skipped=tuple(sorted(plan.skipped, key=lambda skipped: skipped.path)),
+        skipped=tuple(sorted(plan.skipped, key=lambda skipped: str(skipped.path))),
         chunks=len(plan.nodes),
         total_chunks=total_chunks,
     )

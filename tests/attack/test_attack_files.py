@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores.types import VectorStoreQuery
+from made_files import FILES
 from word_embedding import WordEmbedding
 
 from reader_rag.config import ReadLimits
@@ -182,7 +183,7 @@ def test_hostile_folders_are_ingested_without_an_end_or_a_wait(attack, tmp_path:
 
 
 def test_hostile_pages_and_archives_are_bounded(attack) -> None:  # type: ignore[no-untyped-def]
-    pytest.importorskip("llama_index.readers.file", reason="needs the extra 'files'")
+    pytest.importorskip("docx", reason="needs the extra 'files'")
     tags = [
         b"<div>",
         b"</a>",
@@ -216,6 +217,26 @@ def test_hostile_pages_and_archives_are_bounded(attack) -> None:  # type: ignore
             except UnusableFileError as error:
                 assert len(str(error)) < 2000
             else:
-                assert all(page["text"].encode() is not None for page in pages)
+                assert all(page.text.encode() is not None for page in pages)
+
+        attack(one)
+
+
+def test_damaged_files_of_every_format_are_read_or_refused_with_a_reason(attack) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("docx", reason="needs the extra 'files'")
+    whole = [(Path(file.name).suffix, file.make()) for file in FILES if file.name != "birds.txt"]
+    with ReadingProcess(ReadLimits(read_seconds=20, memory_bytes=256 << 20)) as reading:
+
+        def one(rng: random.Random) -> None:
+            suffix, data = rng.choice(whole)
+            try:
+                sections = reading.read(damaged(data, rng), suffix)
+            except UnusableFileError as error:
+                assert str(error).isprintable()
+                assert len(str(error)) < 300
+            else:
+                for section in sections:
+                    assert len(section.line_labels) in (0, section.text.count("\n") + 1)
+                    section.text.encode()
 
         attack(one)

@@ -49,3 +49,15 @@ def test_documents_cannot_steer_the_terminal() -> None:
     shown = printed(lambda console: show_sources(console, [NodeWithScore(node=node, score=1.0)]))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
     assert "red  [31m text  with  codes".replace("  ", " ") in " ".join(shown.split())
+
+
+def test_sources_without_a_file_show_their_metadata() -> None:
+    def shown(**metadata: Any) -> str:
+        node = NodeWithScore(node=TextNode(text=HERON, metadata=metadata), score=0.5)
+        return printed(lambda console: show_sources(console, [node]))
+
+    assert "[1] author: Ann, year: 2019 (score 0.50)" in shown(author="Ann", year=2019)
+    assert "[1] prices.xlsx, sheet Europe, rows 2-9 (score" in shown(
+        file_name="prices.xlsx", sheet="Europe", rows="2-9"
+    )
+    assert "[1] (no file) (score" in shown()

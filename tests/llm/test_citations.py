@@ -50,6 +50,7 @@ def test_a_span_of_a_node_is_found_in_its_file() -> None:
         page=None,
         document_start=105,
         document_end=123,
+        title="cats.txt",
     )
 
 
@@ -57,6 +58,7 @@ def test_a_span_of_the_context_is_found_in_its_node_and_page() -> None:
     answer = "Well: Dogs bark at strangers."
     (citation,) = cite_spans([span("context", CONTEXT, answer, "Dogs bark at strangers")], answer, None, NODES)
     assert (citation.node_id, citation.file_path, citation.page) == ("dogs", "/docs/dogs.pdf", "3")
+    assert citation.title == "dogs.pdf, page 3"
     assert DOGS[citation.node_start : citation.node_end] == "Dogs bark at strangers"
     assert (citation.document_start, citation.document_end) == (9, 31)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from made_files import pdf
 
 from reader_rag.errors import IngestError
 from reader_rag.rag.files import UnusableFileError, decode, find_files, parse, printable, read_bytes
@@ -86,29 +87,9 @@ def test_documents_carry_their_file_and_hide_it_from_the_llm(write: Write) -> No
     assert document.get_content("llm") == document.get_content("embed") == "hello"  # type: ignore[arg-type]
 
 
-def small_pdf(text: str) -> bytes:
-    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R"
-        b" /Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
-        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
-    ]
-    body, places = b"%PDF-1.4\n", []
-    for number, content in enumerate(objects, 1):
-        places.append(len(body))
-        body += b"%d 0 obj\n%s\nendobj\n" % (number, content)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    size = len(objects) + 1
-    return body + b"xref\n0 %d\n0000000000 65535 f \n%strailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (
-        size, table, size, len(body),
-    )  # fmt: skip
-
-
 def test_pdfs_are_read_page_by_page(write: Write) -> None:
-    pytest.importorskip("llama_index.readers.file", reason="needs the extra 'files'")
-    data = small_pdf("Polar bears are white.")
+    pytest.importorskip("pypdf", reason="needs the extra 'files'")
+    data = pdf("Polar bears are white.")
     path = write("bears.pdf", data)
     (page,) = parse(path, data)
     assert page.text.strip() == "Polar bears are white."
@@ -117,7 +98,7 @@ def test_pdfs_are_read_page_by_page(write: Write) -> None:
 
 
 def test_a_broken_pdf_is_named(write: Write) -> None:
-    pytest.importorskip("llama_index.readers.file", reason="needs the extra 'files'")
+    pytest.importorskip("pypdf", reason="needs the extra 'files'")
     path = write("broken.pdf", b"%PDF-1.4 and then nonsense")
     with pytest.raises(UnusableFileError, match=r"not a readable \.pdf file: "):
         parse(path, path.read_bytes())

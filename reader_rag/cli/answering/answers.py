@@ -28,6 +28,7 @@ from reader_rag.llm.context_hooks import passages_from
 from reader_rag.rag.embedding import LocalEmbedding, SizedEmbedding
 from reader_rag.rag.engines import NOTHING_FOUND, make_query_engine, make_retriever, open_store
 from reader_rag.rag.stores.contract import DocumentStore
+from reader_rag.util.source_title import source_title
 
 LLMT = TypeVar("LLMT", bound=LLM)
 
@@ -74,10 +75,12 @@ def recorded(llm: LLMT) -> tuple[LLMT, CallRecorder]:
 
 
 def source_dict(node: NodeWithScore) -> dict[str, Any]:
-    """A passage, JSON-ready: file, page, score, text, and its first and last character in the document."""
+    """A passage, JSON-ready: file, page, title, metadata, score, text, first and last character in the document."""
     return {
         "file": node.node.metadata.get("file_path"),
         "page": node.node.metadata.get("page_label"),
+        "title": source_title(node.node.metadata),
+        "metadata": {name: value for name, value in node.node.metadata.items() if name != "file_path"},
         "score": node.score,
         "node_id": node.node.node_id,
         "start": getattr(node.node, "start_char_idx", None),

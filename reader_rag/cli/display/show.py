@@ -17,6 +17,7 @@ from rich.text import Text
 
 from reader_rag.cli.display.terminal import clean, messages, print_warning
 from reader_rag.util.one_line import one_line
+from reader_rag.util.source_title import source_title
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
@@ -80,7 +81,7 @@ def show_sources(console: Console, nodes: Sequence[NodeWithScore], citations: Se
         text = node.node.get_content()
         spans = sorted({(c.node_start, c.node_end) for c in citations if c.node_id == node.node.node_id})
         heading = Text(f"[{number}] ")
-        heading.append_text(_file(node.node.metadata.get("file_path"), node.node.metadata.get("page_label")))
+        heading.append_text(_source(node.node.metadata.get("file_path"), source_title(node.node.metadata)))
         score = "" if node.score is None else f"score {node.score:.2f}"
         start, end = getattr(node.node, "start_char_idx", None), getattr(node.node, "end_char_idx", None)
         place = "" if start is None else f"characters {start}-{end}"
@@ -94,12 +95,12 @@ def show_citations(console: Console, citations: Sequence[Citation]) -> None:
     if not citations:
         return
     console.print(Text("Copied word for word", style="bold"))
-    places = Counter((c.file_path, c.page, c.document_start, c.document_end, c.text) for c in citations)
-    for (file_path, page, start, end, text), times in list(places.items())[:_MOST_CITATIONS]:
+    places = Counter((c.file_path, c.title, c.document_start, c.document_end, c.text) for c in citations)
+    for (file_path, title, start, end, text), times in list(places.items())[:_MOST_CITATIONS]:
         line = Text("  ")
         line.append(f'"{_shortened(one_line(clean(text)))}"', style=_COPIED if console.color_system else "")
         line.append(" - ")
-        line.append_text(_file(file_path, page))
+        line.append_text(_source(file_path, title))
         line.append("" if start is None else f", characters {start}-{end}")
         line.append("" if times == 1 else f", {times} times")
         console.print(line, soft_wrap=True)
@@ -181,13 +182,12 @@ def show_models(console: Console, statuses: Sequence[ModelStatus]) -> None:
         console.print(Text(clean(line), style="" if number else "bold"), soft_wrap=True)
 
 
-def _file(path: Any, page: Any) -> Text:
-    if path is None:
-        return Text("(no file)")
-    text = Text(clean(Path(str(path)).name))
-    if Path(str(path)).is_absolute():
+def _source(path: Any, title: str) -> Text:
+    """The title of a source, a link to its file where it has one."""
+    text = Text(clean(title) or "(no file)")
+    if path is not None and Path(str(path)).is_absolute():
         text.stylize(Style(link=Path(str(path)).as_uri()))
-    return text if page is None else text.append(f", page {page}")
+    return text
 
 
 def _shortened(text: str, most: int = 120) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Self
 import psutil
 
 from reader_rag.config.reading import ReadLimits
+from reader_rag.rag.reading.section import Section
 from reader_rag.rag.reading.text import UnusableFileError
 
 _START_SECONDS = 60.0  # besides the limit, for a process that starts and imports a parser
@@ -58,15 +59,16 @@ class ReadingProcess:
                     pipe.close()
         process.wait()
 
-    def read(self, data: bytes, suffix: str) -> list[dict[str, str]]:
+    def read(self, data: bytes, suffix: str, encoding: str = "utf-8") -> list[Section]:
         """Parse a file.
 
         Args:
             data: Content of the file.
             suffix: Suffix of its name, in lower case, which selects the parser.
+            encoding: Encoding of text in files that declare none.
 
         Returns:
-            Its pages, or all of it as one: `text`, and `page_label` where the format has pages.
+            Its pages, slides, sheets, ..., or all of it as one.
 
         Raises:
             UnusableFileError: The file cannot be parsed within the limits.
@@ -82,7 +84,7 @@ class ReadingProcess:
         watch.start()
         completed = False
         try:
-            request = dataclasses.asdict(self.limits) | {"suffix": suffix, "size": len(data)}
+            request = dataclasses.asdict(self.limits) | {"suffix": suffix, "encoding": encoding, "size": len(data)}
             answer = self._exchanged(process, json.dumps(request).encode() + b"\n", data)
             completed = True
         except (OSError, ValueError) as error:
@@ -94,11 +96,11 @@ class ReadingProcess:
             if not completed:  # an interrupt as well: an answer that comes later belongs to no file
                 self.close()
         if not completed:
-            return self.read(data, suffix)  # in a new process: this one may have ended because of an earlier file
+            # In a new process: this one may have ended because of an earlier file.
+            return self.read(data, suffix, encoding)
         if "error" in answer:
             raise UnusableFileError(answer["error"])
-        pages: list[dict[str, str]] = answer["pages"]
-        return pages
+        return [Section(**fields | {"line_labels": tuple(fields["line_labels"])}) for fields in answer["sections"]]
 
     def _exchanged(self, process: subprocess.Popen[bytes], header: bytes, data: bytes) -> dict[str, Any]:
         """Send a request and return the answer.

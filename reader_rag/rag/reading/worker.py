@@ -1,32 +1,34 @@
 """The process in which files are parsed: `python -m reader_rag.rag.reading.worker`, started by `ReadingProcess`.
 
 It reads requests from standard input and writes answers to standard output. A request is a line of JSON (`suffix`,
-`size` and the fields of `ReadLimits`) and the bytes of the file. An answer is a line with the size of the rest, which
-is JSON: `pages` (a list of `text` and, where the format has them, `page_label`), or `error`, the reason.
+`encoding`, `size` and the fields of `ReadLimits`) and the bytes of the file. An answer is a line with the size of the
+rest, which is JSON: `sections` (the fields of `Section`), or `error`, the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import signal
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reader_rag.rag.reading.text import UnusableFileError, html_text
+from reader_rag.rag.reading.formats import Format, format_of
+from reader_rag.rag.reading.section import Section
+from reader_rag.rag.reading.text import UnusableFileError
 from reader_rag.util.encodable import encodable
-from reader_rag.util.one_line import first_line
-
-HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
+from reader_rag.util.one_line import first_line, one_line
 
 _FREE_BYTES = 10 << 20  # an archive of few bytes may have a high ratio, such as one of an empty sheet
 _MOST_PARTS = 20_000  # of an archive
+_OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # begins encrypted office files, and those of before 2007
+_MOST_REASON = 200  # characters
 _SPARE_SECONDS = 10  # the parent process ends this one; the alarm is for when there is no parent any more
 
 
@@ -45,45 +47,55 @@ def main() -> None:
 def _answer(request: Mapping[str, Any], data: bytes) -> dict[str, Any]:
     with contextlib.suppress(AttributeError):  # there is no alarm on Windows
         signal.alarm(int(request["read_seconds"]) + _SPARE_SECONDS)
-    if request["suffix"] not in HTML_SUFFIXES:
-        from llama_index.core.readers.file import base  # noqa: F401 - what it takes is not the file's
+    format_ = format_of(request["suffix"])
     try:
+        if format_ is None:
+            raise UnusableFileError(f"there is no parser of {request['suffix']} files")
+        read = format_.reader()  # imported first: what the import takes is not the file's
         with _bounded_memory(request["memory_bytes"]):
-            return {"pages": list(_pages(request, data))}
+            if format_.is_archive:
+                _check_is_archive(data, format_)
+                check_archive(data, request["unpacked_bytes"], request["unpack_ratio"])
+            sections = read(data, request["suffix"], request["encoding"])
+            return {"sections": list(_bounded(sections, request["unpacked_bytes"]))}
     except UnusableFileError as error:
         return {"error": str(error)}
     except MemoryError:
         return {"error": f"takes more than {request['memory_bytes'] >> 20} MiB of memory to read"}
+    except ImportError as error:
+        return {"error": f"the reader of {request['suffix']} files lacks a package: {first_line(error)}"}
     except Exception as error:  # parsers raise errors of many libraries
-        return {"error": f"not a readable {request['suffix']} file: {encodable(first_line(_cause(error)))}"}
+        return {"error": f"not a readable {request['suffix']} file: {_reason(error)}"}
 
 
-def _pages(request: Mapping[str, Any], data: bytes) -> Iterator[dict[str, str]]:
-    suffix, left = request["suffix"], request["unpacked_bytes"]
-    for page in [{"text": html_text(data)}] if suffix in HTML_SUFFIXES else _office_pages(request, data):
-        left -= len(page["text"])
+def _bounded(sections: Iterable[Section], most_bytes: int) -> Iterator[dict[str, Any]]:
+    """The sections, JSON-ready, as long as they hold no more than so many characters together."""
+    left = most_bytes
+    for section in sections:
+        left -= len(section.text) + sum(map(len, section.line_labels))
         if left < 0:
-            raise UnusableFileError(f"holds more than {request['unpacked_bytes'] >> 20} MiB of text; split it")
-        yield {name: encodable(text) for name, text in page.items()}
+            raise UnusableFileError(f"holds more than {most_bytes >> 20} MiB of text; split it")
+        fields = dataclasses.asdict(section)
+        fields["metadata"] = {name: encodable(text) for name, text in section.metadata.items()}
+        yield fields | {"text": encodable(section.text), "line_labels": [encodable(one) for one in section.line_labels]}
 
 
-def _office_pages(request: Mapping[str, Any], data: bytes) -> Iterator[dict[str, str]]:
-    check_archive(data, request["unpacked_bytes"], request["unpack_ratio"])
-    from llama_index.core.readers.file.base import SimpleDirectoryReader
+def _check_is_archive(data: bytes, format_: Format) -> None:
+    if data.startswith(_OLE):
+        suffix = format_.suffixes[0]
+        raise UnusableFileError(f"encrypted, or of an old version: save it as {suffix} without a password")
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        raise UnusableFileError(f"not a readable {format_.title} file: damaged, or of another format")
 
-    suffix = request["suffix"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"file{suffix}"
-        path.write_bytes(data)
-        try:
-            documents = SimpleDirectoryReader.load_file(
-                path, file_metadata=lambda _: {}, file_extractor={}, raise_on_error=True
-            )
-        except ImportError as error:
-            raise UnusableFileError(f"the reader of {suffix} files lacks a package: {first_line(error)}") from error
-    for document in documents:
-        label = document.metadata.get("page_label")
-        yield {"text": document.text} | ({} if label is None else {"page_label": str(label)})
+
+def _reason(error: BaseException) -> str:
+    """The error of a parser in words; one of its code, not of its checks, says nothing to a reader."""
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, (LookupError, AttributeError, TypeError, AssertionError, ArithmeticError)):
+        return "damaged, or of another format"
+    words = one_line(first_line(error))[:_MOST_REASON]
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
 
 
 def check_archive(data: bytes, most_bytes: int, most_ratio: float) -> None:
@@ -111,18 +123,6 @@ def check_archive(data: bytes, most_bytes: int, most_ratio: float) -> None:
         raise UnusableFileError(f"unpacks to {unpacked >> 20} MiB, more than {most_bytes >> 20} MiB")
     if unpacked > max(_FREE_BYTES, most_ratio * len(data)):
         raise UnusableFileError(f"unpacks to {unpacked / len(data):.0f} times its size, more than {most_ratio:.0f}")
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The error that a parser raised, without the wrappers of LlamaIndex and of tenacity, which have no reason."""
-    while True:
-        attempt = getattr(error, "last_attempt", None)  # of a tenacity.RetryError
-        inner = attempt.exception() if attempt is not None else None
-        if inner is None and type(error) is Exception:
-            inner = error.__cause__
-        if inner is None:
-            return error
-        error = inner
 
 
 @contextlib.contextmanager

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DocumentRecord:
-    """A file that was ingested.
+    """A file, or a LlamaIndex document, that was ingested.
 
     Attributes:
-        path: Absolute path; also the `ref_doc_id` of the file's nodes.
-        root: The path that the user passed to the ingestion: a folder above the file, or the file itself.
+        path: Absolute path of the file, or the document's id; also the `ref_doc_id` of its nodes.
+        root: The path that the user passed to the ingestion: a folder above the file, or the file itself. "" for a
+            document.
         hash: Hash of the content and of the chunk settings; equal hashes give equal nodes.
     """
 

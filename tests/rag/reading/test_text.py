@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reader_rag.rag.reading.text import UnusableFileError, html_text
+from reader_rag.rag.reading.formats.html import html_text
+from reader_rag.rag.reading.text import UnusableFileError
 
 PAGES = [
     ("<p>one<p>two", "one\n\ntwo"),
