@@ -171,7 +171,16 @@ class DatastoreWriteError(DatastoreError):
 
 
 class IngestError(ReaderError):
-    """There is nothing to ingest, or an input cannot be read."""
+    """There is nothing to ingest, or an input cannot be read.
+
+    Args:
+        message: What is wrong and what to do next.
+        skipped: What could not be ingested, with reasons (`SkippedFile`).
+    """
+
+    def __init__(self, message: str, skipped: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.skipped = tuple(skipped)
 
 
 class ServeError(ReaderError):

@@ -161,7 +161,8 @@ def ingest(
             first = plan.skipped[0]
             kind = "files" if files else "documents"
             raise IngestError(
-                f"none of the {len(plan.skipped)} {kind} can be ingested, e.g. {printable(first.path)}: {first.reason}"
+                f"none of the {len(plan.skipped)} {kind} can be ingested, e.g. {printable(first.path)}: {first.reason}",
+                plan.skipped,
             )
         if isinstance(splitter, ParserSplitter) and splitter.truncated:
             warnings.warn(

@@ -242,8 +242,9 @@ def test_nothing_to_ingest_is_an_error_and_changes_nothing(run: Any, write: Writ
         run()
     assert not store_dir.exists()
     write("bad/a.bin", b"\x00")
-    with pytest.raises(IngestError, match=r"none of the 1 files can be ingested, e\.g\. .*a\.bin: binary"):
+    with pytest.raises(IngestError, match=r"none of the 1 files can be ingested, e\.g\. .*a\.bin: binary") as caught:
         run(docs / "bad")
+    assert [(skipped.path.name, skipped.reason) for skipped in caught.value.skipped] == [("a.bin", "binary")]
 
 
 def test_a_folder_that_has_been_emptied_keeps_its_documents(

@@ -212,7 +212,7 @@ class Jobs:
             skipped = tuple(reasons) or tuple(SkippedFile(place, str(error)) for place in places)
             failure = "none of the files can be ingested"
         finally:
-            self._settle(places, {file.path for file in skipped})
+            self._settle(places, {Path(file.path) for file in skipped})
         self._library.bound_originals(tenant)
         taken = (*result.added, *result.updated, *result.unchanged) if result is not None else ()
         self._change(
@@ -220,8 +220,8 @@ class Jobs:
             state="done" if result is not None else "failed",
             stage="",
             current="",
-            added=tuple((document_id(str(path)), path.name) for path in taken),
-            skipped=(*self._states[id_].skipped, *((file.path.name, file.reason) for file in skipped)),
+            added=tuple((document_id(str(path)), Path(path).name) for path in taken),
+            skipped=(*self._states[id_].skipped, *((Path(file.path).name, file.reason) for file in skipped)),
             error=failure,
         )
 
