@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Protocol
 
 from llama_index.core.node_parser import NodeParser, SentenceSplitter
-from llama_index.core.node_parser.text.sentence import DEFAULT_PARAGRAPH_SEP
 from llama_index.core.node_parser.node_utils import build_nodes_from_splits
+from llama_index.core.node_parser.text.sentence import DEFAULT_PARAGRAPH_SEP
 from llama_index.core.schema import BaseNode, Document, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 
 from reader_rag.rag.embedding import SizedEmbedding, TextSizes
