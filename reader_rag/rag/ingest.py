@@ -25,12 +25,12 @@ from reader_rag.errors import (
     StoreWriteError,
 )
 from reader_rag.rag.chunking import Chunker, ParserSplitter, Splitter
-from reader_rag.rag.documents import Source, sort_sources
 from reader_rag.rag.embedding import TextSizes, sizes_of
 from reader_rag.rag.files import FoundFiles, find_files, printable
 from reader_rag.rag.plan import FileMetadata, Plan, Planner
 from reader_rag.rag.plan import SkippedFile as SkippedFile
 from reader_rag.rag.reading.process import ReadingProcess
+from reader_rag.rag.sources import Source, sort_sources
 from reader_rag.rag.stores.location import local_folder, lock_folder, open_store
 from reader_rag.rag.stores.records import DocumentRecord
 

@@ -14,9 +14,9 @@ from llama_index.core.schema import BaseNode, Document, RelatedNodeInfo
 
 from reader_rag.errors import ConfigError
 from reader_rag.rag.chunking import Splitter
-from reader_rag.rag.documents import check_document, document_hash, is_random_id
 from reader_rag.rag.files import FoundFiles, UnusableFileError, content_hash, parse, printable, read_bytes
 from reader_rag.rag.reading.process import ReadingProcess
+from reader_rag.rag.sources import check_document, document_hash, is_random_id
 from reader_rag.rag.stores.records import DocumentRecord
 
 FileMetadata = Callable[[Path], Mapping[str, Any]]
