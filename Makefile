@@ -21,7 +21,7 @@ INSTALLED_VLLM := $(VENV_VLLM)/.stamp-installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo install install-dev install-vllm test test-all test-attack test-vllm coverage lint imports format typecheck layout
+.PHONY: help demo install install-dev install-vllm test test-all test-attack test-browser test-vllm coverage lint imports format typecheck layout
 .PHONY: clean
 
 help: ## Show this list
@@ -33,17 +33,20 @@ demo: $(INSTALLED) ## Install, then answer a question about real documents and c
 	$(BIN)/reader-rag demo $(DEMO_ARGS)
 
 test: $(INSTALLED_DEV) ## Install with the test tools, then run the tests that take about five minutes on two cores
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not browser" $(PYTEST_ARGS)
 
-test-all: $(INSTALLED_DEV) ## The same with the slow tests: the whole suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test-all: $(INSTALLED_DEV) ## The same with the slow tests: the whole suite, but for the tests in a browser
+	$(BIN)/python -m pytest -m "not browser" $(PYTEST_ARGS)
 
 test-attack: $(INSTALLED_DEV) ## Run the fuzzers of hostile files, requests and servers; ATTACK_SECONDS=60 each
 	READER_RAG_ATTACK_SECONDS=$(ATTACK_SECONDS) $(BIN)/python -m pytest -q tests/attack $(PYTEST_ARGS)
 
+test-browser: $(INSTALLED_DEV) ## Run the tests of the web page in a headless Chromium, which must be installed
+	$(BIN)/python -m pytest -q -m browser tests/server/page $(PYTEST_ARGS)
+
 coverage: $(INSTALLED_DEV) ## Run the whole suite and report covered lines; fails if `make test` covers under 90% of them
-	COVERAGE_FILE=.coverage.fast $(BIN)/python -m pytest -q -m "not slow" --cov --cov-report= $(PYTEST_ARGS)
-	COVERAGE_FILE=.coverage.slow $(BIN)/python -m pytest -q -m slow --cov --cov-report= $(PYTEST_ARGS)
+	COVERAGE_FILE=.coverage.fast $(BIN)/python -m pytest -q -m "not slow and not browser" --cov --cov-report= $(PYTEST_ARGS)
+	COVERAGE_FILE=.coverage.slow $(BIN)/python -m pytest -q -m "slow and not browser" --cov --cov-report= $(PYTEST_ARGS)
 	$(BIN)/python .ci/coverage_share.py .coverage.fast .coverage.slow
 
 # vLLM's environment has no GGUF reader, so the model is converted by the other one.

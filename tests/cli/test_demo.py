@@ -11,9 +11,9 @@ import pytest
 from programs import assert_one_line_error, run
 
 from reader_rag.cli.answering import answers as answers_module
-from reader_rag.cli.answering.comparison import Comparison, Difference, compare
 from reader_rag.config import SamplingParams
 from reader_rag.llm import ReaderLLM
+from reader_rag.llm.comparison import Comparison, Difference, compare
 
 
 def test_the_demo_answers_about_pythons_documentation_and_compares(two_topics: None, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Answers of the programs: citations, statistics, and comparison with plain decoding."""
+"""Answers of the programs: citations and statistics."""

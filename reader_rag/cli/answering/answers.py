@@ -15,7 +15,6 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 from rich.console import Console
 from rich.text import Text
 
-from reader_rag.cli.answering.comparison import Comparison, compare
 from reader_rag.cli.answering.recorder import CallRecorder, LLMCall
 from reader_rag.cli.display.show import show_citations, show_comparison, show_sources, show_stats, streamed
 from reader_rag.cli.display.terminal import clean, status
@@ -24,6 +23,7 @@ from reader_rag.config import SamplingParams
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm import ReaderLLM
 from reader_rag.llm.citations import Citation, cite_spans
+from reader_rag.llm.comparison import Comparison, compare
 from reader_rag.llm.context_hooks import passages_from
 from reader_rag.rag.embedding import LocalEmbedding, SizedEmbedding
 from reader_rag.rag.engines import NOTHING_FOUND, make_query_engine, make_retriever, open_store

@@ -22,9 +22,9 @@ from reader_rag.util.source_title import source_title
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore
 
-    from reader_rag.cli.answering.comparison import Comparison, Difference
     from reader_rag.cli.answering.recorder import LLMCall
     from reader_rag.llm.citations import Citation
+    from reader_rag.llm.comparison import Comparison, Difference
     from reader_rag.model.registry import ModelStatus
     from reader_rag.rag.ingest import IngestReport
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from programs import printed
 
-from reader_rag.cli.answering.comparison import compare
 from reader_rag.cli.display.show import show_comparison
 from reader_rag.config import SamplingParams
 from reader_rag.engine.engine import Engine
+from reader_rag.llm.comparison import compare
 
 
 def test_a_comparison_finds_where_answers_part_and_by_what_margin(

@@ -1,9 +1,9 @@
-"""Compares drafted with plain decoding of one prompt: speed, and whether the tokens are the same."""
+"""Compares drafted with plain decoding of one prompt: speed, time lines, and whether the tokens are the same."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from reader_rag.config import SamplingParams
 from reader_rag.engine.outputs import Generation, Passage, Prompt, first_difference
+from reader_rag.errors import BusyError
 from reader_rag.model.fingerprint import dtype_name, quantization_name
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def compare(
         passages: Texts that the answer may repeat.
     """
     methods = {name: replace(generation, speculate=name == "reader") for name in ("plain", "reader")}
-    run = _FreshRuns(engine, prompt, passages)
+    run = FreshRuns(engine, prompt, passages)
     run.warm_up(methods.values())
     runs: dict[str, list[Generation]] = {name: [] for name in methods}
     started = time.perf_counter()
@@ -135,7 +136,116 @@ def compare(
     )
 
 
-class _FreshRuns:
+@dataclass(frozen=True)
+class Recording:
+    """One run with its time line.
+
+    Attributes:
+        events: For each chunk of the answer, the seconds since the request was submitted, and its text.
+        result: The answer.
+    """
+
+    events: tuple[tuple[float, str], ...]
+    result: Generation
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        stats = self.result.stats
+        return {
+            "events": [[seconds, text] for seconds, text in self.events],
+            "tokens": len(self.result.token_ids),
+            "tokens_per_second": stats.tokens_per_s,
+            "tokens_per_step": stats.tokens_per_step,
+        }
+
+
+@dataclass(frozen=True)
+class Race:
+    """The outcome of `race`.
+
+    Attributes:
+        reader: The run with drafts.
+        plain: The run without.
+    """
+
+    reader: Recording
+    plain: Recording
+
+    @property
+    def first_difference(self) -> int | None:
+        """The index of the first token that differs; None if the answers are the same, token for token."""
+        return first_difference(self.reader.result.token_ids, self.plain.result.token_ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "reader": self.reader.to_dict(),
+            "plain": self.plain.to_dict(),
+            "agree": self.first_difference is None,
+            "first_difference": self.first_difference,
+        }
+
+
+class RaceStopped(Exception):
+    """A race was stopped by who ran it."""
+
+
+def race(
+    engine: Engine,
+    prompt: Prompt,
+    generation: SamplingParams,
+    passages: Sequence[Passage] = (),
+    *,
+    on_method: Callable[[str], None] = lambda name: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Race:
+    """Decode a prompt once with drafts and once without, one after the other, and record when each text came.
+
+    As in `compare`, no run uses state of earlier requests, and none is kept.
+
+    Args:
+        engine: The engine that decodes by both methods; it must have no other request.
+        prompt: The prompt.
+        generation: Length and sampling, the same for both methods.
+        passages: Texts that the answer may repeat.
+        on_method: Called with "reader" and with "plain" before each run.
+        stopped: Asked at each chunk whether to stop.
+
+    Raises:
+        BusyError: The engine has another request, which would share the steps and falsify the times.
+        RaceStopped: `stopped` said so.
+    """
+    run = FreshRuns(engine, prompt, passages)
+    methods = {name: replace(generation, speculate=name == "reader") for name in ("reader", "plain")}
+    check_idle(engine)
+    run.warm_up(methods.values())
+    recorded = {}
+    for name, method in methods.items():
+        on_method(name)
+        recorded[name] = run.record(method, stopped)
+    return Race(**recorded)
+
+
+def check_idle(engine: Engine) -> None:
+    """Raise an error if an engine has requests. One that was ended just now is none.
+
+    Args:
+        engine: The engine.
+
+    Raises:
+        BusyError: It has some.
+    """
+    engine.between_steps(lambda: None)  # after which what was ended is dropped
+    _check_alone(engine, 0)
+
+
+def _check_alone(engine: Engine, own: int) -> None:
+    load = engine.busy
+    if load.running + load.waiting > own:
+        raise BusyError("other requests are running, which would falsify the times; race when they are done")
+
+
+class FreshRuns:
     """Answers a prompt under a tenant of its own, whose state is dropped after every run.
 
     Args:
@@ -151,8 +261,38 @@ class _FreshRuns:
         self._tenant = f"comparison-{uuid4()}"
 
     def __call__(self, generation: SamplingParams) -> Generation:
-        """Answer the prompt."""
+        """Answer the prompt.
+
+        Args:
+            generation: Length and sampling.
+        """
         return self._generate(self._prompt, generation)
+
+    def record(self, generation: SamplingParams, stopped: Callable[[], bool]) -> Recording:
+        """Answer the prompt, and record when each text came.
+
+        Args:
+            generation: Length and sampling.
+            stopped: Asked at each chunk whether to stop.
+
+        Raises:
+            BusyError: Another request was submitted meanwhile.
+            RaceStopped: `stopped` said so.
+        """
+        events = []
+        begin = time.perf_counter()
+        try:
+            with self._engine.submit(
+                self._prompt, generation, self._passages, tenant=self._tenant, recall=False
+            ) as stream:
+                for chunk in stream:
+                    events.append((time.perf_counter() - begin, chunk.text))
+                    if stopped():
+                        raise RaceStopped
+                    _check_alone(self._engine, 1)
+                return Recording(tuple(events), stream.result)
+        finally:
+            self._engine.forget(self._tenant)
 
     def warm_up(self, methods: Iterable[SamplingParams]) -> None:
         """Run each method briefly before anything is timed, because kernels are compiled at first use.
@@ -182,7 +322,7 @@ def _method(runs: Sequence[Generation]) -> Method:
 
 
 def _difference(
-    engine: Engine, run: _FreshRuns, plain: SamplingParams, runs: dict[str, list[Generation]]
+    engine: Engine, run: FreshRuns, plain: SamplingParams, runs: dict[str, list[Generation]]
 ) -> Difference | None:
     reference = runs["plain"][0].token_ids
     other = next((one.token_ids for one in (*runs["reader"], *runs["plain"]) if one.token_ids != reference), None)
