@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.concurrency import run_in_threadpool
 
 from reader_rag import __version__
-from reader_rag.server import embeddings, health, openai, page_routes
+from reader_rag.server import embeddings, health, openai, page_routes, race
 from reader_rag.server.access import AccessChecks
 from reader_rag.server.conversations import routes as conversations
 from reader_rag.server.documents import routes as documents
@@ -36,6 +36,7 @@ def _routers() -> Iterator[APIRouter]:
     yield conversations.router
     yield from openai.routers()
     yield page_routes.router
+    yield race.router
 
 
 def create_app(service: Service) -> FastAPI:

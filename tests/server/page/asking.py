@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from playwright.sync_api import Locator, Page, expect
 
+HERON = "The grey heron stands still in shallow water and waits for fish. It nests in tall trees near lakes."
+OWL = "The barn owl hunts at night. It finds mice by their sound alone, in complete darkness."
+
 
 def ask(page: Page, question: str, *, wait: bool = True) -> Locator:
     """Ask a question; returns the last answer's element, complete unless `wait` is False."""

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-
-pytest.importorskip("playwright", reason="Playwright is not installed: pip install playwright")
-
+from asking import HERON, OWL
 from fake_app import Script, fake_app
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from serving import serving
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 expect.set_options(timeout=60_000)  # a limit for what hangs, not a measure of speed
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-HERON = "The grey heron stands still in shallow water and waits for fish. It nests in tall trees near lakes."
-OWL = "The barn owl hunts at night. It finds mice by their sound alone, in complete darkness."
 
 
 def chromium() -> str | None:

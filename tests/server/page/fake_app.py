@@ -184,6 +184,9 @@ def _add_chat(app: FastAPI, script: Script) -> None:
 def _add_documents(app: FastAPI, script: Script) -> None:
     jobs: dict[str, dict[str, Any]] = {}
 
+    def pages(document: str) -> list[dict[str, int]]:
+        return script.pages.get(document, [{"number": 1, "start": 0, "end": len(script.texts[document])}])
+
     def record(document: str) -> dict[str, Any]:
         return {
             "id": document,
@@ -192,13 +195,14 @@ def _add_documents(app: FastAPI, script: Script) -> None:
             "type": document.rsplit(".", 1)[-1],
             "size": len(script.texts[document].encode()),
             "chunks": 3,
-            "pages": len(script.pages[document]) if document in script.pages else None,
+            "pages": len(pages(document)),
+            "original": document in script.originals,
             "version": script.version(document),
         }
 
     @app.get("/api/documents")
     async def documents() -> dict[str, Any]:
-        return {"documents": [record(document) for document in script.texts]}
+        return {"documents": [record(one) for one in script.texts], "next": None, "total": len(script.texts)}
 
     @app.post("/api/documents", status_code=202)
     async def upload(files: list[UploadFile]) -> dict[str, str]:
@@ -235,7 +239,7 @@ def _add_documents(app: FastAPI, script: Script) -> None:
             raise ApiError(404, "there is no such document")
         if v is not None and v != script.version(document):
             raise ApiError(410, "this version is gone", code="version_gone")
-        return record(document) | {"text": script.texts[document], "pages": script.pages.get(document)}
+        return record(document) | {"text": script.texts[document], "pages": pages(document)}
 
     @app.get("/api/documents/{document}/original")
     async def original(document: str) -> Response:

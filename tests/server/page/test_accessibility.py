@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 from asking import ask, wide
+from axe_playwright_python.sync_playwright import Axe
 from fake_app import Copy, Script
 from playwright.sync_api import Page, expect
 from test_race_view import result
-
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
 
 pytestmark = pytest.mark.browser
 
@@ -19,7 +18,7 @@ PHONE = {"width": 390, "height": 844}
 
 def check(page: Page) -> None:
     """Fail where axe-core finds a serious or critical violation, or the page scrolls sideways."""
-    found = axe.Axe().run(page).response["violations"]
+    found = Axe().run(page).response["violations"]
     wrong = [
         f"{rule['id']}: {node['html'][:160]} {node['failureSummary']}"
         for rule in found

@@ -36,13 +36,15 @@ export async function openDocument(place, onclose) {
     return;
   }
   if (mine !== turn) return;
-  title.textContent = found.title || found.name;
-  title.title = title.textContent;
+  if (found.pages.length === 1 && !isPdf(found)) found.pages = []; // a format without pages is one page to the server
+  title.textContent = found.name;
+  title.title = found.name;
   const units = codeUnits(found.text, [place.start ?? 0, place.end ?? 0]);
   const asked = place.start !== null && units[1] > units[0] ? { start: units[0], end: units[1] } : null;
   const text = h("div", { class: "document-text" });
   drawText(text, found, asked);
-  body.replaceChildren(h("p", { class: "document-head", text: about(found, asked, place) }), text);
+  const head = about(found, asked, place);
+  body.replaceChildren(...(head ? [h("p", { class: "document-head", text: head })] : []), text);
   actions.replaceChildren(...originals(found, split, pageAt(found, place.start)));
   const mark = text.querySelector("mark");
   if (mark) {
@@ -71,16 +73,16 @@ function gone(error) {
 }
 
 function about(found, asked, place) {
-  const page = asked && found.pages?.length ? pageAt(found, place.start) : null;
-  const parts = [found.name];
-  if (found.pages?.length) parts.push(counted(found.pages.length, "page"));
-  if (asked) parts.push(page === null ? "copied characters highlighted" : `copied characters highlighted on page ${page}`);
+  const page = asked && found.pages.length ? pageAt(found, place.start) : null;
+  const parts = [];
+  if (found.pages.length) parts.push(counted(found.pages.length, "page"));
+  if (page !== null) parts.push(`highlighted on page ${page}`);
   return parts.join(" · ");
 }
 
 /** The page that has a code point; the first one without it, null for a document without pages. */
 function pageAt(found, point) {
-  const pages = found.pages ?? [];
+  const pages = found.pages;
   if (!pages.length) return null;
   const page = pages.find((one) => (point ?? 0) >= one.start && (point ?? 0) < one.end) ?? pages[0];
   return page.number;
@@ -88,7 +90,7 @@ function pageAt(found, point) {
 
 /** Writes the text page by page, in blocks, with a <mark> around the asked characters in each block they touch. */
 function drawText(target, found, asked) {
-  const pages = found.pages?.length ? found.pages : [{ number: null, start: 0, end: Infinity }];
+  const pages = found.pages.length ? found.pages : [{ number: null, start: 0, end: Infinity }];
   const units = codeUnits(found.text, pages.flatMap((page) => [page.start, page.end]));
   let first = true;
   pages.forEach((page, index) => {
@@ -126,10 +128,10 @@ function breakAt(text, begin, end) {
   return begin + BLOCK + (low >= 0xdc00 && low < 0xe000 ? 1 : 0);
 }
 
-const isPdf = (found) => /pdf/i.test(found.type ?? "") || /\.pdf$/i.test(found.name ?? "");
+const isPdf = (found) => /\.pdf$/i.test(found.name);
 
 function originals(found, split, page) {
-  if (found.original === false) return [];
+  if (!found.original) return [];
   const fetched = async (type) => {
     const response = await call(`api/documents/${encodeURIComponent(found.id)}/original`);
     return URL.createObjectURL(new Blob([await response.arrayBuffer()], { type }));

@@ -10,12 +10,13 @@ const FORM_BYTES = 1000; // at most, around a file in the body of a request
 
 export class Documents {
   /**
-   * @param {{limits: () => Object, onchange: (count: number, more: boolean) => void}} host
+   * @param {{limits: () => Object, onchange: (count: number) => void}} host
    */
   constructor(host) {
     this.host = host;
     this.known = [];
     this.more = false;
+    this.total = 0;
     this.uploads = h("div", { "aria-live": "polite" });
     this.list = h("ul", { class: "document-list", "aria-label": "Documents" });
     this.empty = h("p", { class: "quiet document-list", hidden: true, text: "No documents yet." });
@@ -47,9 +48,10 @@ export class Documents {
     const after = next ? this.known.at(-1)?.id : null;
     const query = new URLSearchParams({ limit: String(PAGE), ...(after ? { after } : {}) });
     try {
-      const { documents } = await callJson(`api/documents?${query}`);
-      this.known = next ? [...this.known, ...documents] : documents;
-      this.more = documents.length === PAGE;
+      const found = await callJson(`api/documents?${query}`);
+      this.known = next ? [...this.known, ...found.documents] : found.documents;
+      this.more = found.next !== null;
+      this.total = found.total;
     } catch (error) {
       showError(error);
     }
@@ -70,7 +72,7 @@ export class Documents {
         ),
       ),
     );
-    this.host.onchange(this.known.length, this.more);
+    this.host.onchange(this.total);
   }
 
   async remove(one) {
@@ -78,6 +80,7 @@ export class Documents {
     try {
       const { undo } = await callJson(`api/documents/${encodeURIComponent(one.id)}`, { method: "DELETE" });
       this.known = this.known.filter((other) => other.id !== one.id);
+      this.total -= 1;
       this.draw();
       toast(`Deleted “${name}”.`, { action: "Undo", seconds: Math.min(UNDO_S, this.host.limits().undo_seconds), onaction: () => this.restore(undo, name) });
     } catch (error) {
@@ -149,7 +152,7 @@ export function batches(files, count, most) {
 
 function meta(one) {
   const parts = [];
-  if (one.pages) parts.push(counted(one.pages, "page"));
+  if (one.pages > 1 || one.type === "pdf") parts.push(counted(one.pages, "page"));
   if (one.size) parts.push(bytes(one.size));
   return parts.join(" · ");
 }

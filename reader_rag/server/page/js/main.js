@@ -223,8 +223,8 @@ async function start() {
   documents = docs
     ? new Documents({
         limits: () => session.limits,
-        onchange(count, more) {
-          el("documents-count").textContent = more ? `${count}+` : String(count);
+        onchange(count) {
+          el("documents-count").textContent = String(count);
           drawWelcome(count);
         },
       })

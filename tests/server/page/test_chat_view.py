@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from asking import ask
-from conftest import HERON, OWL
+from asking import HERON, OWL, ask
 from fake_app import Copy, Script
 from playwright.sync_api import Page, expect
 from waiting import wait_until
