@@ -92,10 +92,8 @@ class GroundedChatEngine(ContextChatEngine):
         Raises:
             PromptError: The message is empty, or too long for the model's context.
         """
-        if chat_history is not None:
-            self._memory.set(chat_history)
-        nodes = self._get_nodes(message) or prev_chunks or []
-        response = self._get_response_synthesizer(self._memory.get(input=message)).synthesize(message, nodes)
+        nodes, history = self._prepare(message, chat_history, prev_chunks)
+        response = self._get_response_synthesizer(history).synthesize(message, nodes)
         self._memory.put_messages(_exchange(message, str(response)))
         return _answer(message, nodes, response)
 
@@ -107,11 +105,8 @@ class GroundedChatEngine(ContextChatEngine):
         prev_chunks: list[NodeWithScore] | None = None,
     ) -> AgentChatResponse:
         """`chat` without blocking the event loop; the same arguments, result and errors."""
-        if chat_history is not None:
-            await self._memory.aset(chat_history)
-        nodes = await self._aget_nodes(message) or prev_chunks or []
-        synthesizer = self._get_response_synthesizer(await self._memory.aget(input=message))
-        response = await synthesizer.asynthesize(message, nodes)
+        nodes, history = await self._aprepare(message, chat_history, prev_chunks)
+        response = await self._get_response_synthesizer(history).asynthesize(message, nodes)
         await self._memory.aput_messages(_exchange(message, str(response)))
         return _answer(message, nodes, response)
 
@@ -134,11 +129,8 @@ class GroundedChatEngine(ContextChatEngine):
         Raises:
             PromptError: The message is empty, or too long for the model's context.
         """
-        if chat_history is not None:
-            self._memory.set(chat_history)
-        nodes = self._get_nodes(message) or prev_chunks or []
-        synthesizer = self._get_response_synthesizer(self._memory.get(input=message), streaming=True)
-        response = synthesizer.synthesize(message, nodes)
+        nodes, history = self._prepare(message, chat_history, prev_chunks)
+        response = self._get_response_synthesizer(history, streaming=True).synthesize(message, nodes)
         assert isinstance(response, StreamingResponse)
 
         def stream() -> Generator[ChatResponse, None, None]:
@@ -153,13 +145,7 @@ class GroundedChatEngine(ContextChatEngine):
                 raise
             self._memory.put_messages(_exchange(message, text))
 
-        return ChatStream(
-            chat_stream=stream(),
-            sources=_sources(message, nodes),
-            source_nodes=nodes,
-            is_writing_to_memory=False,
-            metadata=response.metadata,
-        )
+        return _streamed(message, nodes, response, chat_stream=stream())
 
     async def astream_chat(
         self,
@@ -180,11 +166,8 @@ class GroundedChatEngine(ContextChatEngine):
         Raises:
             PromptError: The message is empty, or too long for the model's context.
         """
-        if chat_history is not None:
-            await self._memory.aset(chat_history)
-        nodes = await self._aget_nodes(message) or prev_chunks or []
-        synthesizer = self._get_response_synthesizer(await self._memory.aget(input=message), streaming=True)
-        response = await synthesizer.asynthesize(message, nodes)
+        nodes, history = await self._aprepare(message, chat_history, prev_chunks)
+        response = await self._get_response_synthesizer(history, streaming=True).asynthesize(message, nodes)
         assert isinstance(response, AsyncStreamingResponse)
 
         async def stream() -> AsyncGenerator[ChatResponse, None]:
@@ -200,13 +183,23 @@ class GroundedChatEngine(ContextChatEngine):
                 raise
             await self._memory.aput_messages(_exchange(message, text))
 
-        return ChatStream(
-            achat_stream=stream(),
-            sources=_sources(message, nodes),
-            source_nodes=nodes,
-            is_writing_to_memory=False,
-            metadata=response.metadata,
-        )
+        return _streamed(message, nodes, response, achat_stream=stream())
+
+    def _prepare(
+        self, message: str, chat_history: list[ChatMessage] | None, prev_chunks: list[NodeWithScore] | None
+    ) -> tuple[list[NodeWithScore], list[ChatMessage]]:
+        """The passages and the earlier messages of an answer; see `chat` for the arguments."""
+        if chat_history is not None:
+            self._memory.set(chat_history)
+        return self._get_nodes(message) or prev_chunks or [], self._memory.get(input=message)
+
+    async def _aprepare(
+        self, message: str, chat_history: list[ChatMessage] | None, prev_chunks: list[NodeWithScore] | None
+    ) -> tuple[list[NodeWithScore], list[ChatMessage]]:
+        """`_prepare` without blocking the event loop."""
+        if chat_history is not None:
+            await self._memory.aset(chat_history)
+        return await self._aget_nodes(message) or prev_chunks or [], await self._memory.aget(input=message)
 
     def _get_response_synthesizer(
         self, chat_history: list[ChatMessage], streaming: bool = False
@@ -245,6 +238,16 @@ def _answer(message: str, nodes: list[NodeWithScore], response: RESPONSE_TYPE) -
         sources=_sources(message, nodes),
         source_nodes=nodes,
         metadata=response.metadata,
+    )
+
+
+def _streamed(message: str, nodes: list[NodeWithScore], response: RESPONSE_TYPE, **stream: Any) -> ChatStream:
+    return ChatStream(
+        sources=_sources(message, nodes),
+        source_nodes=nodes,
+        is_writing_to_memory=False,
+        metadata=response.metadata,
+        **stream,
     )
 
 
