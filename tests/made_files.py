@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import email.message
 import io
 import json
+import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -100,8 +102,6 @@ ROWS = (("Bird", "Says", "Eggs"), ("Owl", OWL, 3), ("Heron", HERON, 4))
 
 def xlsx() -> bytes:
     """Excel: a sheet with a date, and one with a header, a number and a blank row."""
-    import datetime
-
     import openpyxl
 
     workbook = openpyxl.Workbook()
@@ -215,6 +215,69 @@ def mbox() -> bytes:
     return b"".join(b"From ann@example.org Wed May  1 08:30:00 2024\n" + bytes(part) + b"\n" for part in parts)
 
 
+def compound_file(streams: dict[str, bytes]) -> bytes:
+    """A Compound File (the container of Outlook's files) of short streams, which no library here writes.
+
+    All are in the stream of the root entry, in pieces of 64 bytes, as the format has it for those under 4,096 bytes.
+    """
+    none, end, fat_mark = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
+    names = sorted(streams, key=lambda name: (len(name), name.upper()))
+    mini, mini_fat, starts = b"", list[int](), dict[str, int]()
+    for name in names:
+        starts[name] = len(mini_fat)
+        pieces = -(-len(streams[name]) // 64)
+        mini_fat += [*range(len(mini_fat) + 1, len(mini_fat) + pieces), end]
+        mini += streams[name].ljust(64 * pieces, b"\0")
+
+    def entry(name: str, kind: int, right: int, child: int, start: int, size: int) -> bytes:
+        encoded = name.encode("utf-16-le") + b"\0\0"
+        links = struct.pack("<3I", none, right, child)
+        return (
+            encoded.ljust(64, b"\0")
+            + struct.pack("<HBB", len(encoded), kind, 1)
+            + links
+            + bytes(36)
+            + struct.pack("<IQ", start, size)
+        )
+
+    directory_sectors = -(-(len(names) + 1) // 4)
+    mini_sectors, mini_fat_sectors = -(-len(mini) // 512), -(-len(mini_fat) // 128)
+    sizes = (1, directory_sectors, mini_fat_sectors, mini_sectors)
+    first_directory, first_mini_fat = 1, 1 + directory_sectors
+    first_mini = first_mini_fat + mini_fat_sectors
+    fat = [fat_mark]
+    for count in sizes[1:]:
+        fat += [*range(len(fat) + 1, len(fat) + count), end]
+    directory = entry("Root Entry", 5, none, 1, first_mini, len(mini))
+    for number, name in enumerate(names, start=1):
+        right = number + 1 if number < len(names) else none
+        directory += entry(name, 2, right, none, starts[name], len(streams[name]))
+    header = bytes.fromhex("d0cf11e0a1b11ae1") + bytes(16) + struct.pack("<5H", 0x3E, 3, 0xFFFE, 9, 6) + bytes(10)
+    header += struct.pack("<9I", 1, first_directory, 0, 4096, first_mini_fat, mini_fat_sectors, end, 0, 0)
+    table = b"".join(struct.pack("<I", number) for number in fat).ljust(512, b"\xff")
+    mini_table = b"".join(struct.pack("<I", number) for number in mini_fat).ljust(512 * mini_fat_sectors, b"\xff")
+    content = directory.ljust(512 * directory_sectors, b"\0") + mini_table + mini.ljust(512 * mini_sectors, b"\0")
+    return header.ljust(512, b"\xff") + table + content
+
+
+def msg() -> bytes:
+    """A message of Outlook."""
+    texts = {
+        0x0037: "Hérons",
+        0x1000: f"{HERON}\r\n\r\nAnn",
+        0x0C1A: "Ann",
+        0x0C1F: "ann@example.org",
+        0x001A: "IPM.Note",
+    }
+    streams = {f"__substg1.0_{tag:04X}001F": text.encode("utf-16-le") for tag, text in texts.items()}
+    properties = bytes(32)  # of a message without recipients and attachments
+    for tag, text in texts.items():
+        properties += struct.pack("<HHIII", 0x001F, tag, 6, 2 * len(text) + 2, 0)
+    sent = (datetime.datetime(2024, 5, 1, 6, 30) - datetime.datetime(1601, 1, 1)) // datetime.timedelta(microseconds=1)
+    properties += struct.pack("<HHIQ", 0x0040, 0x0039, 6, sent * 10)
+    return compound_file({**streams, "__properties_version1.0": properties})
+
+
 def ipynb() -> bytes:
     """A notebook: two texts with a code cell each, the second with an output."""
 
@@ -261,6 +324,7 @@ FILES = (
     MadeFile("birds.rtf", RTF.encode, {}, "birds.rtf", ("striprtf",)),
     MadeFile("bird.eml", lambda: bytes(mail("Hérons", HERON)), {"subject": "Hérons"}, "bird.eml"),
     MadeFile("birds.mbox", mbox, {"message": "2", "subject": "Hérons"}, "birds.mbox, message 2"),
+    MadeFile("bird.msg", msg, {"subject": "Hérons", "date": "2024-05-01 06:30:00+00:00"}, "bird.msg", ("oxmsg",)),
     MadeFile("birds.html", HTML.encode, BELOW_HEADINGS, "birds.html, section Wading birds > Herons"),
     MadeFile("birds.md", MARKDOWN.encode, BELOW_HEADINGS, "birds.md, section Wading birds > Herons"),
     MadeFile("birds.rst", RST.encode, BELOW_HEADINGS, "birds.rst, section Wading birds > Herons"),

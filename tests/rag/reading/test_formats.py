@@ -47,7 +47,7 @@ def test_every_format_has_a_file_here() -> None:
     tested = {Path(file.name).suffix for file in FILES}
     same_parser = {".pptm", ".xlsm", ".xhtml", ".htm", ".markdown", ".ndjson"}
     untested = {suffix for format_ in FORMATS for suffix in format_.suffixes} - tested - same_parser
-    assert untested == {".msg"}  # no library writes one: `test_messages_of_outlook_are_read`
+    assert untested == set()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -236,6 +236,13 @@ def test_mail_without_a_plain_body_and_with_broken_headers(reading: ReadingProce
 def test_a_body_of_mail_keeps_its_lines(reading: ReadingProcess) -> None:
     (message,) = parse(Path("a.eml"), bytes(mail("Herons", "one\n\n  two\n")), reading)
     assert message.text.endswith("\n\none\n\n  two")
+
+
+def test_messages_of_outlook_are_read(reading: ReadingProcess) -> None:
+    (message,) = parsed(reading, "a.msg", made_files.msg())
+    assert message.text == (
+        'Subject: Hérons\nFrom: "Ann" <ann@example.org>\nDate: Wed, 01 May 2024 06:30:00 +0000\n\n' + HERON + "\n\nAnn"
+    )
 
 
 def test_notebooks_of_the_old_format_are_read(reading: ReadingProcess) -> None:
