@@ -151,6 +151,17 @@ def tiny_engine(tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenize
 
 
 @pytest.fixture(scope="session")
+def tiny_model_folder(
+    tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The tiny model and its tokenizer, saved."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    tiny_model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of recorded prompts and answers beside the repository; skipped where there is none."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -5,7 +5,7 @@ They are one source, not five whose trees are merged: `TreeBuilder` grows the tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from reader_rag.draft.context_index import ContextIndex
@@ -36,7 +36,9 @@ class BuiltinSource:
         builder: Grows the trees; has the successor table, with the profile as its prior.
         index: Prompt, output and passages.
         successors: The builder's successor table, if this source updates it; None: it does not update the table.
-        lookup: The datastore; None: there is none.
+        lookup: The datastore, which follows the index's sequence so far; None: there is none.
+        before_token: Called with the place of each emitted token in its step and the token, before the index follows
+            it: where a token was copied from is known from the matches up to it. None: nothing is called.
 
     Attributes:
         index: As given; it follows the emitted tokens.
@@ -50,13 +52,13 @@ class BuiltinSource:
         index: ContextIndex,
         successors: SuccessorTable | None = None,
         lookup: Lookup | None = None,
+        before_token: Callable[[int, int], None] | None = None,
     ) -> None:
         self.index = index
         self._builder = builder
         self._successors = successors
         self._lookup = lookup
-        if lookup is not None:
-            lookup.extend(index.sequence.tolist())
+        self._before_token = before_token
 
     @property
     def acceptance_ratio(self) -> float:
@@ -69,16 +71,32 @@ class BuiltinSource:
         tree = self._builder.build(self.index, candidates=candidates, max_depth=budget.max_depth)
         return tree.head(budget.max_nodes)
 
+    def skip(self) -> None:
+        """Count no acceptance for the last tree: another one, or none, is verified."""
+        self._builder.skip()
+
     def observe(self, verified: Verified) -> None:
         """Follow the emitted tokens, count which nodes were accepted, learn successors; see `DraftSource.observe`."""
         self._builder.observe(verified.tokens)
         root = len(self.index) - 1
-        self.index.extend(verified.tokens)
-        if self._lookup is not None:
-            self._lookup.extend(verified.tokens)
+        if self._before_token is None:
+            self._follow(verified.tokens)
+        else:
+            for place, token in enumerate(verified.tokens):
+                self._before_token(place, token)
+                self._follow((token,))
         if self._successors is not None and verified.best is not None:
             self._successors.learn_text(self.index.sequence, root, verified.best)
 
+    def drop_lookup(self) -> None:
+        """Propose without the datastore from now on."""
+        self._lookup = None
+
     def forget(self) -> None:
         """Nothing is kept of a request but what the table and the calibration learned."""
-        self._lookup = None
+        self.drop_lookup()
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        self.index.extend(tokens)
+        if self._lookup is not None:
+            self._lookup.extend(tokens)

@@ -26,7 +26,7 @@ class RowStates:
 
     The engine that owns the batch moves rows as it likes: a row may hold another request than before, requests may
     change rows, leave and come back. So the tokens of each row are compared with what is known: first with the request
-    that the row held before, then with all others. An unknown request is indexed from its beginning; one that is not
+    that the row held before, then with all others. An unknown request is indexed from its first token; one that is not
     seen for a while is dropped. The result depends on the calls alone, so processes that receive the same calls do the
     same.
 

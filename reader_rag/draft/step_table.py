@@ -128,8 +128,8 @@ class StepTable:
     def times(self, rows: int, most: int) -> Float64:
         """Seconds of steps over so many rows, by the positions that they have in all.
 
-        Between what was measured the time is taken to be linear, and to go on so beyond it (`kernels.pool.seconds`);
-        never to fall with more positions.
+        Between measured numbers of rows and of drafted tokens the time is linear, and it goes on beyond both by one
+        rule, that of `kernels.pool.seconds`; it never falls with more positions.
 
         Args:
             rows: Rows, at least 1.
@@ -138,20 +138,26 @@ class StepTable:
         Returns:
             float64 [most], the time of 1, 2, ... positions; those of fewer positions than rows are the plain step's.
         """
-        lines = [
-            _line(count * np.array(self.drafted, np.float64), np.array(line), most - rows + 1)
-            for count, line in zip(self.rows, self.seconds, strict=True)
-        ]
-        right = min(max(int(np.searchsorted(self.rows, rows)), 1), len(self.rows) - 1)
-        if len(self.rows) == 1:
-            known = lines[0]
-        else:
-            left = right - 1
-            share = (rows - self.rows[left]) / (self.rows[right] - self.rows[left])
-            known = lines[left] + share * (lines[right] - lines[left])
-        known = np.maximum(known, min(min(line) for line in self.seconds))
+        lines = np.stack(
+            [
+                _line(count * np.array(self.drafted, np.float64), np.array(line), most - rows + 1)
+                for count, line in zip(self.rows, self.seconds, strict=True)
+            ]
+        )
         # A step that took longer than a larger one was measured while the machine was busy: the larger one counts.
-        known = np.minimum.accumulate(known[::-1])[::-1]
+        lines = np.minimum.accumulate(lines[::-1])[::-1]
+        sizes, last = np.array(self.rows, np.float64), len(self.rows) - 1
+        if rows > sizes[last]:
+            half = kernels.half_size(sizes)
+            each = lines[last] / sizes[last]
+            if last:
+                each = np.minimum(each, (lines[last] - lines[half]) / (sizes[last] - sizes[half]))
+            known = lines[last] + each * (rows - sizes[last])
+        else:
+            right = int(np.searchsorted(sizes, rows))
+            left = max(right - 1, 0)
+            share = (rows - sizes[left]) / max(sizes[right] - sizes[left], 1.0)
+            known = lines[left] + share * (lines[right] - lines[left])
         return np.concatenate([np.full(rows - 1, known[0]), known])
 
 

@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from reader_rag.config import DraftConfig
+from reader_rag.draft.builtin_sources import BuiltinSource
 from reader_rag.draft.checked_source import CheckedSource, merge
 from reader_rag.draft.context_index import ContextIndex
 from reader_rag.draft.prompt_successors import PromptSuccessors
 from reader_rag.draft.source import Budget, RequestState, Verified
 from reader_rag.draft.tree import DATASTORE, SOURCES, DraftTree
-from reader_rag.draft.tree_builder import NO_CANDIDATES, TreeBuilder
+from reader_rag.draft.tree_builder import TreeBuilder
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.request import Request
 from reader_rag.engine.text.prediction import Prediction
@@ -92,7 +93,7 @@ class Proposer:
         self.index, self.provenance, self.prediction = texts.index, texts.provenance, texts.prediction
         state = context.draft_states.of(request.tenant, draft)
         lookup = context.lookup if request.recalls and draft.max_nodes and request.params.speculate else None
-        self._builder = TreeBuilder(
+        builder = TreeBuilder(
             max_nodes=draft.max_nodes,
             max_depth=draft.max_depth,
             min_probability=draft.min_probability,
@@ -102,6 +103,11 @@ class Proposer:
             calibration=state.calibration,
         )
         self._lookup = None if lookup is None else lookup.begin(request.tenant, request.prompt.token_ids)
+        # Where a token of the datastore or the prediction has its origin is found from the matches up to it.
+        self._one_by_one = self._lookup is not None or self.prediction is not None
+        # The successor table learns from rejected nodes too, in `learn`, so the source does not update it.
+        before_token = self._before_token if self._one_by_one else None
+        self._builtin = BuiltinSource(builder, self.index, lookup=self._lookup, before_token=before_token)
         self._successors = state.successors if draft.max_successors else None
         self._prompt = None if self._successors is None else PromptSuccessors(self.index, self._successors)
         self._max_nodes = draft.max_nodes
@@ -112,11 +118,13 @@ class Proposer:
             CheckedSource(source, context.vocabulary) for source in (request.draft_sources if drafts else ())
         ]
         self._best: NDArray[np.int32] | None = None
+        self._verified, self._accepted = DraftTree.empty(), list[int]()
+        self._counts: Counter[str] = Counter()
 
     @property
     def acceptance_ratio(self) -> float:
         """Accepted tokens over expected ones in this sequence; see `TreeBuilder.acceptance_ratio`."""
-        return self._builder.acceptance_ratio
+        return self._builtin.acceptance_ratio
 
     @property
     def learns(self) -> bool:
@@ -134,27 +142,27 @@ class Proposer:
         Args:
             depth: Most tokens on a path.
         """
-        candidates = NO_CANDIDATES
-        if self._lookup is not None:
-            try:
-                candidates = self._lookup.look_up()
-            except (DatastoreError, OSError):
-                _log.exception("the datastore cannot be searched any more: this answer is drafted without it")
-                self._lookup = None
-        tree = self._builder.build(self.index, candidates=candidates, max_depth=depth)
-        if not self._external or depth <= 0:
-            return tree
         budget = Budget(self._max_nodes, depth)
         tokens = self.index.sequence
         tokens.flags.writeable = False  # of this view alone
         state = RequestState(tokens, self._prompt_length, self._tenant)
+        try:
+            tree = self._builtin.propose(state, budget)
+        except (DatastoreError, OSError):
+            _log.exception("the datastore cannot be searched any more: this answer is drafted without it")
+            self._lookup = None
+            self._builtin.drop_lookup()
+            tree = self._builtin.propose(state, budget)
+        if depth <= 0:
+            return tree
         for source in self._external:
             tree = merge(tree, source.propose(state, budget), budget)
         return tree
 
     def skip(self) -> DraftTree:
         """No draft for this step; acceptance is not counted for it."""
-        return self._builder.skip()
+        self._builtin.skip()
+        return DraftTree.empty()
 
     def observe(self, tree: DraftTree, accepted: list[int], emitted: list[int]) -> Counter[str]:
         """Extend the index by emitted tokens, record where they came from, and count how the draft was accepted.
@@ -167,26 +175,17 @@ class Proposer:
         Returns:
             Accepted nodes by source.
         """
-        sources: Counter[str] = Counter()
-        one_by_one = self._lookup is not None or self.prediction is not None
-        for k, token in enumerate(emitted):
-            if k < len(accepted):
-                sources[self._record(tree, accepted[k], token)] += 1
-                if self.prediction is not None:
-                    self.prediction.accept(token, k + 1)
-            else:
-                self.provenance.undrafted(token)
-            if one_by_one:  # the next token's place is found from the matches up to it
-                self._extend([token])
-        self._builder.observe(emitted)
-        if not one_by_one:
-            self._extend(emitted)
-        if self._external:
-            best, self._best = self._best, None
-            rows = None if best is None else best[[0, *(node + 1 for node in accepted)]]
-            for source in self._external:
-                source.observe(Verified(tuple(emitted), min(len(accepted), len(emitted)), rows))
-        return sources
+        best, self._best = self._best, None
+        rows = None if best is None or not self._external else best[[0, *(node + 1 for node in accepted)]]
+        verified = Verified(tuple(emitted), min(len(accepted), len(emitted)), rows)
+        self._verified, self._accepted, self._counts = tree, accepted, Counter()
+        if not self._one_by_one:
+            for place, token in enumerate(emitted):
+                self._before_token(place, token)
+        self._builtin.observe(verified)
+        for source in self._external:
+            source.observe(verified)
+        return self._counts
 
     def forget(self) -> None:
         """End the sources from outside: the request has ended."""
@@ -241,10 +240,19 @@ class Proposer:
         before = np.concatenate([sequence[-2:-1] if len(sequence) > 1 else [-1], tokens[tree.parents + 1]])
         self._successors.learn(before, tokens, self._best)
 
-    def _extend(self, tokens: list[int]) -> None:
-        self.index.extend(tokens)
-        if self._lookup is not None:
-            self._lookup.extend(tokens)
+    def _before_token(self, place: int, token: int) -> None:
+        """Record where an emitted token came from, before the index follows it, and count it if it was drafted.
+
+        Args:
+            place: Of the token in its step; the accepted nodes' tokens come first.
+            token: Its id.
+        """
+        if place >= len(self._accepted):
+            self.provenance.undrafted(token)
+            return
+        self._counts[self._record(self._verified, self._accepted[place], token)] += 1
+        if self.prediction is not None:
+            self.prediction.accept(token, place + 1)
 
     def _record(self, tree: DraftTree, node: int, token: int) -> str:
         """Record where an accepted node came from; returns its source's name."""

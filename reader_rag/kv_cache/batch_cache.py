@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from reader_rag.kv_cache.batch_layer import BatchLayer, Pass
-from reader_rag.kv_cache.batch_layout import EMPTY, Layout, Moves, Text
+from reader_rag.kv_cache.batch_layout import EMPTY, Layout, Moves, SequenceRef
 from reader_rag.kv_cache.tree_cache import States, TreeCache, TreeLayer
 from reader_rag.util.out_of_memory import is_out_of_memory
 
@@ -48,9 +48,9 @@ _OFFSET_FROM = 16
 cache and its attention take up to a seventh less by column in smaller batches (docs/batches.md)."""
 
 
-def default_policy(texts: int) -> Policy:
+def default_policy(sequences: int) -> Policy:
     """The policy for a batch of so many sequences."""
-    return "offset" if texts >= _OFFSET_FROM else "column"
+    return "offset" if sequences >= _OFFSET_FROM else "column"
 
 
 class BatchCache(Cache):
@@ -64,7 +64,7 @@ class BatchCache(Cache):
 
     Attributes:
         policy: The policy of the last pass; either can follow the other.
-        rows: Rows allocated; those from `texts` on are free.
+        rows: Rows allocated; those from `sequences` on are free.
         columns: Columns allocated.
         step: Width of the widest pass since the cache was last empty.
         now: The pass that is running, or None.
@@ -79,15 +79,15 @@ class BatchCache(Cache):
         self.now: Pass | None = None
         self.bytes_moved = self.rearrangements = 0
         self._layout = Layout.empty()
-        self._left: list[Text] = []
+        self._left: list[SequenceRef] = []
         self._lock = threading.RLock()
         self.batch_layers = [BatchLayer(self, self._layout) for _ in range(layers)]
         super().__init__(layers=list(self.batch_layers))
 
     @property
-    def texts(self) -> int:
+    def sequences(self) -> int:
         """Sequences in the cache."""
-        return len(self._layout.texts)
+        return len(self._layout.sequences)
 
     @property
     def longest(self) -> int:
@@ -106,32 +106,32 @@ class BatchCache(Cache):
 
     @property
     def positions(self) -> NDArray[np.int32]:
-        """[texts, columns], the position of what each column holds; -1: nothing that is committed."""
+        """[sequences, columns], the position of what each column holds; -1: nothing that is committed."""
         entries = self._layout.entries
         return np.where(entries < 0, np.int32(EMPTY), entries)
 
-    def row_of(self, text: TreeCache) -> int:
+    def row_of(self, sequence: TreeCache) -> int:
         """The row of a sequence."""
-        return self._layout.texts.index(weakref.ref(text))
+        return self._layout.sequences.index(weakref.ref(sequence))
 
     @contextmanager
-    def pass_over(self, texts: Sequence[TreeCache], rows: Sequence[int]) -> Iterator[Pass]:
+    def pass_over(self, sequences: Sequence[TreeCache], rows: Sequence[int]) -> Iterator[Pass]:
         """Prepare a forward pass; what its sequences wrote in their last passes and did not commit is dropped.
 
         Sequences that are not in the cache join. Those without a part in the pass stay as they are.
 
         Args:
-            texts: The sequences of the pass, each once.
+            sequences: The sequences of the pass, each once.
             rows: Rows of each; the pass is padded to the largest number.
 
         Raises:
             IndexError: A sequence exceeds the capacity of its `TreeCache`.
         """
-        for text, count in zip(texts, rows, strict=True):
-            if text.length + count > text.capacity:
-                raise IndexError(f"{text.length + count} positions do not fit a cache of {text.capacity}")
+        for sequence, count in zip(sequences, rows, strict=True):
+            if sequence.length + count > sequence.capacity:
+                raise IndexError(f"{sequence.length + count} positions do not fit a cache of {sequence.capacity}")
         with self._lock:
-            self.now = self._begin(texts, rows)
+            self.now = self._begin(sequences, rows)
             try:
                 yield self.now
             finally:
@@ -139,21 +139,23 @@ class BatchCache(Cache):
                 self._sweep()
 
     @torch.inference_mode()
-    def _begin(self, texts: Sequence[TreeCache], counts: Sequence[int]) -> Pass:
+    def _begin(self, sequences: Sequence[TreeCache], counts: Sequence[int]) -> Pass:
         self._sweep()
-        refs, width = [weakref.ref(text) for text in texts], max(counts)
+        refs, width = [weakref.ref(sequence) for sequence in sequences], max(counts)
         for layout in self._layouts:
             for ref in refs:
                 layout.forget(ref)
         self.step = max(self.step, width)
-        joining = [text for text, ref in zip(texts, refs, strict=True) if ref not in self._layout.texts]
+        joining = [sequence for sequence, ref in zip(sequences, refs, strict=True) if ref not in self._layout.sequences]
         layout = self._layout
         if joining:
-            layout = layout.joined([weakref.ref(text) for text in joining], [text.length for text in joining])
-        for text in joining:
-            text.batch = self
-        self.policy = self._asked or default_policy(len(layout.texts))
-        rows = np.array([layout.texts.index(ref) for ref in refs])
+            layout = layout.joined(
+                [weakref.ref(sequence) for sequence in joining], [sequence.length for sequence in joining]
+            )
+        for sequence in joining:
+            sequence.batch = self
+        self.policy = self._asked or default_policy(len(layout.sequences))
+        rows = np.array([layout.sequences.index(ref) for ref in refs])
         self._make_room(layout, rows, width)
         layout = self._layout
         used = layout.used[rows]
@@ -166,8 +168,8 @@ class BatchCache(Cache):
         """Take a layout that these rows can write `width` columns in; it, or one without its holes."""
         used, counts, longest = layout.used, layout.counts, int(layout.lengths.max())
         most = int(ROOM * longest) + self.step
-        joins = len(layout.texts) > self.texts
-        room = self.columns if len(layout.texts) <= self.rows else most
+        joins = len(layout.sequences) > self.sequences
+        room = self.columns if len(layout.sequences) <= self.rows else most
         packs = self._torn
         if self.policy == "offset":
             packs |= bool((used[rows] != counts[rows]).any())
@@ -178,16 +180,16 @@ class BatchCache(Cache):
         need = max(int(used[rows].max()) + width, int(used.max()))
         if packs and self.policy == "column":
             need += int(_WORTH * longest)
-        if len(layout.texts) > self.rows:
-            self.rows, self.columns = len(layout.texts), max(need, int(_TIGHT * longest) + self.step)
-        elif need > self.columns or self._too_large(len(layout.texts), most):
-            self.rows, self.columns = len(layout.texts), most
+        if len(layout.sequences) > self.rows:
+            self.rows, self.columns = len(layout.sequences), max(need, int(_TIGHT * longest) + self.step)
+        elif need > self.columns or self._too_large(len(layout.sequences), most):
+            self.rows, self.columns = len(layout.sequences), most
         elif not (packs or joins):
             return
         self._arrange(layout.packed() if packs else layout)
 
-    def _too_large(self, texts: int, most: int) -> bool:
-        return self.columns > most or self.rows * self.columns > texts * most
+    def _too_large(self, sequences: int, most: int) -> bool:
+        return self.columns > most or self.rows * self.columns > sequences * most
 
     @property
     def _torn(self) -> bool:
@@ -204,26 +206,26 @@ class BatchCache(Cache):
         """Move all layers, one after the other, to a layout; what is allocated, to `rows` and `columns`."""
         assert layout.used.max() <= self.columns
         layout = layout.within(self.columns)
-        texts = [text() for text in layout.texts]
+        sequences = [sequence() for sequence in layout.sequences]
         self._layout = layout  # from here on, so that one that fails is completed by the next
         moves: dict[int, Moves] = {}
         for n, layer in enumerate(self.batch_layers):
             old = layer.layout
             if id(old) not in moves:
                 moves[id(old)] = Moves(old, layout)
-            own = [text.tree_layers[n] if text is not None else TreeLayer(0) for text in texts]
+            own = [sequence.tree_layers[n] if sequence is not None else TreeLayer(0) for sequence in sequences]
             self.bytes_moved += layer.arrange(moves[id(old)], own)
 
     @torch.inference_mode()
-    def commit(self, text: TreeCache, rows: Sequence[int]) -> None:
+    def commit(self, sequence: TreeCache, rows: Sequence[int]) -> None:
         """Commit these rows of a sequence's last pass, in the given order. Nothing is moved yet."""
         with self._lock:
             for layout in self._layouts:
-                layout.commit(weakref.ref(text), rows, text.length)
+                layout.commit(weakref.ref(sequence), rows, sequence.length)
 
-    def leave(self, text: TreeCache) -> None:
+    def leave(self, sequence: TreeCache) -> None:
         """Free a sequence's row: at once, or at the end of the pass that another thread runs."""
-        self._left.append(weakref.ref(text))
+        self._left.append(weakref.ref(sequence))
         if self._lock.acquire(blocking=False):
             try:
                 if self.now is None:
@@ -235,11 +237,11 @@ class BatchCache(Cache):
     def _sweep(self) -> None:
         """Free the rows of sequences that left or were garbage collected."""
         left = [self._left.pop() for _ in range(len(self._left))]
-        gone = [text for text in self._layout.texts if text in left or text() is None]
+        gone = [sequence for sequence in self._layout.sequences if sequence in left or sequence() is None]
         if not gone:
             return
         layout = self._layout.without(gone)
-        if not layout.texts:
+        if not layout.sequences:
             self.rows = self.columns = self.step = 0
             self._layout = Layout.empty()
             for layer in self.batch_layers:
@@ -255,34 +257,34 @@ class BatchCache(Cache):
             # No entry is lost; the next pass tries again.
 
     def _tighten(self, layout: Layout, longest: int) -> None:
-        """Take a layout, and give back columns and rows where more is allocated than its longest text may have."""
+        """Take a layout, and give back columns and rows where more is allocated than its longest sequence may have."""
         packs = self._torn
-        if self._too_large(len(layout.texts), int(ROOM * longest) + self.step):
-            self.rows, self.columns = len(layout.texts), min(self.columns, int(_TIGHT * longest) + self.step)
+        if self._too_large(len(layout.sequences), int(ROOM * longest) + self.step):
+            self.rows, self.columns = len(layout.sequences), min(self.columns, int(_TIGHT * longest) + self.step)
             packs |= int(layout.used.max()) > self.columns
         self.rearrangements += int(packs and self.policy == "column")
         self._arrange(layout.packed() if packs else layout)
 
     @torch.inference_mode()
-    def set_committed(self, text: TreeCache, length: int) -> None:
+    def set_committed(self, sequence: TreeCache, length: int) -> None:
         """Treat the first `length` columns of a sequence's row as its committed positions, whatever they contain."""
         with self._lock:
-            row = self.row_of(text)
+            row = self.row_of(sequence)
             for layout in self._layouts:
-                if weakref.ref(text) in layout.texts:
-                    layout.entries[layout.texts.index(weakref.ref(text))] = EMPTY
+                if weakref.ref(sequence) in layout.sequences:
+                    layout.entries[layout.sequences.index(weakref.ref(sequence))] = EMPTY
             longest = max(self.longest, length)
             if length > self.columns:
-                self.rows, self.columns = self.texts, int(ROOM * longest) + self.step
+                self.rows, self.columns = self.sequences, int(ROOM * longest) + self.step
             self._tighten(self._layout, longest)
             self._layout.entries[row, :length] = np.arange(length)
 
     @torch.inference_mode()
-    def states(self, text: TreeCache, start: int, stop: int) -> States:
+    def states(self, sequence: TreeCache, start: int, stop: int) -> States:
         """Copies of the keys and values of committed positions `start` to `stop - 1` of a sequence."""
         with self._lock:
-            return [layer.states_of(weakref.ref(text), start, stop) for layer in self.batch_layers]
+            return [layer.states_of(weakref.ref(sequence), start, stop) for layer in self.batch_layers]
 
-    def bytes_of(self, text: TreeCache) -> int:
+    def bytes_of(self, sequence: TreeCache) -> int:
         """Bytes allocated for a sequence: an equal share."""
-        return self.nbytes // max(self.texts, 1)
+        return self.nbytes // max(self.sequences, 1)

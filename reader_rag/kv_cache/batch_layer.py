@@ -11,18 +11,18 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import CacheLayerMixin
 
-from reader_rag.kv_cache.batch_layout import Layout, Moves, Text
+from reader_rag.kv_cache.batch_layout import Layout, Moves, SequenceRef
 from reader_rag.kv_cache.tree_cache import TreeLayer
 
 
 class Pass:
-    """One forward pass over some of a cache's texts, in the order of their rows.
+    """One forward pass over some of a cache's sequences, in the order of their rows.
 
     Attributes:
         order: Index, in the order of the call, of the sequence in each row of the pass.
-        keys: int32 [texts, shown], the position of what each column holds; -1: nothing that may be seen.
-        starts: int64 [texts], the column that each text's first row is written to.
-        width: Rows of each text.
+        keys: int32 [sequences, shown], the position of what each column holds; -1: nothing that may be seen.
+        starts: int64 [sequences], the column that each sequence's first row is written to.
+        width: Rows of each sequence.
     """
 
     def __init__(self, layout: Layout, rows: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> None:
@@ -40,7 +40,7 @@ class Pass:
         self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def write(self, states: torch.Tensor, new: torch.Tensor) -> None:
-        """Write [texts, heads, width, size] into a layer's keys or values."""
+        """Write [sequences, heads, width, size] into a layer's keys or values."""
         if self._shared and self._slice is not None:
             start = int(self.starts[0])
             states[self._slice, :, start : start + self.width] = new
@@ -49,7 +49,7 @@ class Pass:
         states.transpose(1, 2)[rows[:, None], columns] = new.transpose(1, 2)
 
     def read(self, states: torch.Tensor) -> torch.Tensor:
-        """The columns shown of a layer's keys or values, [texts, heads, shown, size]."""
+        """The columns shown of a layer's keys or values, [sequences, heads, shown, size]."""
         if self._slice is not None:
             return states[self._slice, :, : self.shown]
         return states[:, :, : self.shown].index_select(0, self._indexes(states.device)[0])
@@ -99,11 +99,11 @@ class BatchLayer(CacheLayerMixin):
         """Write what the pass that has begun computed.
 
         Args:
-            key_states: [texts, heads, width, size].
-            value_states: [texts, heads, width, size].
+            key_states: [sequences, heads, width, size].
+            value_states: [sequences, heads, width, size].
 
         Returns:
-            Keys and values, committed and new, [texts, heads, shown, size].
+            Keys and values, committed and new, [sequences, heads, shown, size].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -119,7 +119,7 @@ class BatchLayer(CacheLayerMixin):
 
         Args:
             moves: From this layer's layout to the other.
-            own: The layers that the new layout's texts have of their own, for those that join. They lose their tensors.
+            own: The own layers of the new layout's sequences, for those that join. They lose their tensors.
 
         Returns:
             Bytes moved.
@@ -144,11 +144,11 @@ class BatchLayer(CacheLayerMixin):
         self.layout = moves.new
         return size
 
-    def states_of(self, text: Text, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Copies [1, heads, stop - start, size] of a text's keys and values of those positions; None: it has none."""
+    def states_of(self, sequence: SequenceRef, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A sequence's keys and values of those positions, copies [1, heads, stop - start, size]; None: it has none."""
         if not self.is_initialized:
             return None
-        row = self.layout.texts.index(text)
+        row = self.layout.sequences.index(sequence)
         entries = self.layout.entries[row]
         (columns,) = np.nonzero((entries >= start) & (entries < stop))
         index = torch.from_numpy(columns[np.argsort(entries[columns])])
@@ -230,7 +230,7 @@ def _copied(source: torch.Tensor, target: torch.Tensor, moves: Moves) -> int:
 
 
 def _taken(layer: TreeLayer, row: Sequence[torch.Tensor]) -> int:
-    """Copy a text's own keys and values into a row [heads, columns, size] of each, and give them back; bytes moved."""
+    """Copy a sequence's own keys and values into a row [heads, columns, size] of each and free them; bytes moved."""
     size = 0
     for n, states in enumerate(row):
         taken = 0

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from reader_rag.kv_cache.tree_cache import TreeCache
 
-Text = weakref.ref[TreeCache]
+SequenceRef = weakref.ref[TreeCache]
 
 EMPTY = -1
 """Value of a column without an entry of its row's sequence."""
@@ -21,13 +21,13 @@ class Layout:
     """The columns of every sequence's entries.
 
     Attributes:
-        texts: Weak references to the sequences' caches, one for each row; a dead one is removed at the next pass.
+        sequences: Weak references to the sequences' caches, one for each row; a dead one is removed at the next pass.
         entries: int32 [rows, columns], the entry in each column: a position of the sequence; -1: none; -2 - j: row j
             of the sequence's last pass, which is not committed.
     """
 
-    def __init__(self, texts: list[Text], entries: NDArray[np.int32]) -> None:
-        self.texts = texts
+    def __init__(self, sequences: list[SequenceRef], entries: NDArray[np.int32]) -> None:
+        self.sequences = sequences
         self.entries = entries
 
     @classmethod
@@ -55,17 +55,17 @@ class Layout:
         used: NDArray[np.int64] = np.where(self.counts > 0, columns - last, 0)
         return used
 
-    def forget(self, text: Text) -> None:
+    def forget(self, sequence: SequenceRef) -> None:
         """Drop the uncommitted entries of a sequence."""
-        if text in self.texts:
-            row = self.entries[self.texts.index(text)]
+        if sequence in self.sequences:
+            row = self.entries[self.sequences.index(sequence)]
             row[row < EMPTY] = EMPTY
 
-    def commit(self, text: Text, rows: Sequence[int], length: int) -> None:
+    def commit(self, sequence: SequenceRef, rows: Sequence[int], length: int) -> None:
         """Commit the given rows of a sequence's last pass after its `length` committed positions."""
-        if text not in self.texts:
+        if sequence not in self.sequences:
             return
-        row = self.entries[self.texts.index(text)]
+        row = self.entries[self.sequences.index(sequence)]
         (written,) = np.nonzero(row < EMPTY)
         columns = {-2 - int(row[column]): column for column in written}
         row[written] = EMPTY
@@ -78,30 +78,30 @@ class Layout:
         counts = self.counts
         firsts = np.repeat(np.cumsum(counts) - counts, counts)
         entries[rows, np.arange(len(rows)) - firsts] = self.entries[rows, columns]
-        return Layout(self.texts, entries)
+        return Layout(self.sequences, entries)
 
-    def joined(self, texts: Sequence[Text], lengths: Sequence[int]) -> Layout:
+    def joined(self, sequences: Sequence[SequenceRef], lengths: Sequence[int]) -> Layout:
         """A layout with further sequences in further rows, of which `lengths` positions are committed."""
         joined = self.within(max([self.entries.shape[1], *lengths]))
         rows = [
             np.where(np.arange(joined.entries.shape[1]) < n, np.arange(joined.entries.shape[1]), -1) for n in lengths
         ]
-        return Layout([*self.texts, *texts], np.vstack([joined.entries, *rows]).astype(np.int32))
+        return Layout([*self.sequences, *sequences], np.vstack([joined.entries, *rows]).astype(np.int32))
 
-    def without(self, texts: Sequence[Text]) -> Layout:
+    def without(self, sequences: Sequence[SequenceRef]) -> Layout:
         """A layout without some sequences; the last rows move into their rows."""
-        rows = [row for row, text in enumerate(self.texts) if text not in texts]
+        rows = [row for row, sequence in enumerate(self.sequences) if sequence not in sequences]
         count = len(rows)
         behind = [row for row in rows if row >= count]
-        order = [row if self.texts[row] not in texts else behind.pop() for row in range(count)]
-        return Layout([self.texts[row] for row in order], self.entries[order])
+        order = [row if self.sequences[row] not in sequences else behind.pop() for row in range(count)]
+        return Layout([self.sequences[row] for row in order], self.entries[order])
 
     def within(self, columns: int) -> Layout:
         """A layout of the same entries with another number of columns, enough for all entries."""
-        entries = np.full((len(self.texts), columns), EMPTY, np.int32)
+        entries = np.full((len(self.sequences), columns), EMPTY, np.int32)
         shared = min(columns, self.entries.shape[1])
         entries[:, :shared] = self.entries[:, :shared]
-        return Layout(self.texts, entries)
+        return Layout(self.sequences, entries)
 
 
 class Moves:
@@ -120,9 +120,9 @@ class Moves:
     """
 
     def __init__(self, old: Layout, new: Layout) -> None:
-        rows = {id(text): row for row, text in enumerate(old.texts)}
+        rows = {id(sequence): row for row, sequence in enumerate(old.sequences)}
         self.new = new
-        self.origins = [rows.get(id(text), -1) for text in new.texts]
+        self.origins = [rows.get(id(sequence), -1) for sequence in new.sequences]
         kept = [row for row, origin in enumerate(self.origins) if origin >= 0]
         width = max(old.entries.shape[1], new.entries.shape[1])
         sources = old.within(width).entries[[self.origins[row] for row in kept]] != EMPTY

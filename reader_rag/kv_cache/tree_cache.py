@@ -117,19 +117,19 @@ class TreeLayer(CacheLayerMixin):
 class SharedCache(Protocol):
     """A cache of several sequences that holds keys and values of a `TreeCache`: `BatchCache`."""
 
-    def commit(self, text: TreeCache, rows: Sequence[int]) -> None:
+    def commit(self, sequence: TreeCache, rows: Sequence[int]) -> None:
         """Commit these rows of the sequence's last pass."""
 
-    def leave(self, text: TreeCache) -> None:
+    def leave(self, sequence: TreeCache) -> None:
         """Free what is allocated for the sequence."""
 
-    def set_committed(self, text: TreeCache, length: int) -> None:
+    def set_committed(self, sequence: TreeCache, length: int) -> None:
         """Treat the first `length` positions of the sequence as committed, whatever they contain."""
 
-    def bytes_of(self, text: TreeCache) -> int:
+    def bytes_of(self, sequence: TreeCache) -> int:
         """Bytes allocated for the sequence."""
 
-    def states(self, text: TreeCache, start: int, stop: int) -> States:
+    def states(self, sequence: TreeCache, start: int, stop: int) -> States:
         """Copies of the keys and values of committed positions `start` to `stop - 1`."""
 
 

@@ -38,7 +38,7 @@ _BUDGET_S, _LEAST_STEPS = 3.0, 5
 _ONCE = 8.0
 """Sizes that take this many times as long as a plain step are timed once only: they never pay for one sequence."""
 _VECTORS = ("avx", "amx", "fma", "f16c", "sse4", "neon", "sve", "sme", "dotprod", "i8mm", "bf16", "fullfp16")
-"""Beginnings of the names of instruction sets that products are computed with."""
+"""Prefixes of the names of instruction sets that products are computed with."""
 _LOAD_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.02
 """Weights of a step in the estimated load of the machine, which all sizes share, and in the cost of its size."""
 _TRIED_WEIGHT = 0.25

@@ -21,7 +21,7 @@ _AT_ONCE = 128
 
 
 class ProfileBuilder:
-    """Computes a model's best next tokens after each token at the beginning of a text, a few tokens at a time.
+    """Computes a model's best next tokens after each token as the first of a sequence, a few tokens at a time.
 
     Tokens are computed in the order of their ids. Byte-pair vocabularies number tokens in the order of their merges,
     the most frequent pairs first, so where computing ends early the most frequent tokens are done; how frequent tokens
@@ -81,7 +81,7 @@ def make_profile(
     drafting: Drafting,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Profile:
-    """Compute the best next tokens after each token at the beginning of a text.
+    """Compute the best next tokens after each token as the first of a sequence.
 
     Args:
         target: The model.

@@ -161,7 +161,7 @@ def _warpers(g: SamplingParams) -> list[Any]:
 
 
 def _bad_words(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokens of each word, at the beginning of a text and behind a space."""
+    """Tokens of each word, as the first of a text and after a space."""
     spelled = []
     for word in words:
         for text in (word, f" {word}"):

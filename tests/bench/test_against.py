@@ -143,25 +143,26 @@ def test_the_table_fits_60_columns(capsys: pytest.CaptureFixture[str], monkeypat
     assert rows[2] == ["all", "17366", "0.9766", "0.00850", "62/80"]
 
 
-@pytest.fixture(scope="module")
-def folder(
-    tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    held: Path = tmp_path_factory.mktemp("model")
-    tiny_model.save_pretrained(held)
-    tiny_tokenizer.save_pretrained(held)
-    return held
-
-
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["verify", *map(str, arguments)])
 
 
-def test_the_command_compares_types_on_prompts_and_on_traces(folder: Path, tmp_path: Path) -> None:
+def test_the_command_compares_types_on_prompts_and_on_traces(tiny_model_folder: Path, tmp_path: Path) -> None:
     prompts, traces = tmp_path / "prompts.jsonl", tmp_path / "traces.jsonl"
     prompts.write_text(json.dumps({"id": "q", "category": "a", "turns": [TEXTS[0]]}))
     traces.write_text(json.dumps({"id": "t", "category": "b", "model": "m", "prompt": [5, 6, 7], "output": [8, 9, 10]}))
-    common = ["--model", folder, "--device", "cpu", "--dtype", "bfloat16", "--against", "float32", "--max-tokens", 8]
+    common = [
+        "--model",
+        tiny_model_folder,
+        "--device",
+        "cpu",
+        "--dtype",
+        "bfloat16",
+        "--against",
+        "float32",
+        "--max-tokens",
+        8,
+    ]
     done = run(*common, "--prompts", prompts, "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

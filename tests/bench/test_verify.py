@@ -208,25 +208,26 @@ def test_int8_in_the_own_forward_is_told_with_its_margin() -> None:
     assert text[-1] == "--exactness fast allows that rounding in int8 (bfloat16) changes tokens; strict does not"
 
 
-@pytest.fixture(scope="module")
-def folder(
-    tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    held: Path = tmp_path_factory.mktemp("model")
-    tiny_model.save_pretrained(held)
-    tiny_tokenizer.save_pretrained(held)
-    return held
-
-
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["verify", *map(str, arguments)])
 
 
-def test_the_command_reads_prompts_and_prints_one_json_object(folder: Path, tmp_path: Path) -> None:
+def test_the_command_reads_prompts_and_prints_one_json_object(tiny_model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     rows = [{"id": f"q{number}", "category": "a", "turns": [text]} for number, text in enumerate(TEXTS)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    arguments = ["--model", folder, "--prompts", file, "--max-tokens", 8, "--dtype", "float32", "--device", "cpu"]
+    arguments = [
+        "--model",
+        tiny_model_folder,
+        "--prompts",
+        file,
+        "--max-tokens",
+        8,
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+    ]
     done = run(*arguments, "--temperature", 0.7, "--seeds", "1,2", "--batch", 2, "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
@@ -235,9 +236,9 @@ def test_the_command_reads_prompts_and_prints_one_json_object(folder: Path, tmp_
     assert report["machine"]["dtype"] == "float32"
 
 
-def test_without_a_file_there_are_prompts_of_its_own(folder: Path) -> None:
+def test_without_a_file_there_are_prompts_of_its_own(tiny_model_folder: Path) -> None:
     done = run(
-        "--model", folder, "--categories", "chat", "--limit", 2, "--max-tokens", 4, "--dtype", "float32",
+        "--model", tiny_model_folder, "--categories", "chat", "--limit", 2, "--max-tokens", 4, "--dtype", "float32",
         "--device", "cpu", "--exactness", "strict",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
@@ -258,23 +259,34 @@ def test_int8_in_compiled_loops_has_the_bits_of_plain_decoding(
     assert 0 < outcome.accepted < outcome.drafted
 
 
-def test_the_command_quantises(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_quantises(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("READER_RAG_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"id": "q", "category": "a", "turns": [TEXTS[0]]}))
-    arguments = ["--model", folder, "--prompts", file, "--max-tokens", 4, "--device", "cpu", "--quantization", "int8"]
+    arguments = [
+        "--model",
+        tiny_model_folder,
+        "--prompts",
+        file,
+        "--max-tokens",
+        4,
+        "--device",
+        "cpu",
+        "--quantization",
+        "int8",
+    ]
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     assert ", int8 (bfloat16), fast, " in done.stdout
     assert "passed: the same tokens and the same bits" in done.stdout
 
 
-def test_a_difference_is_exit_status_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_exit_status_1(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def differs(*_: Any, **__: Any) -> Verification:
         return result(differences=[DIFFERENCE])
 
     monkeypatch.setattr(module, "verify", differs)
-    done = run("--model", folder, "--categories", "chat", "--limit", 1, "--device", "cpu")
+    done = run("--model", tiny_model_folder, "--categories", "chat", "--limit", 1, "--device", "cpu")
     assert done.exit_code == 1
     assert "FAILED" in done.stdout
 
@@ -313,11 +325,22 @@ def test_a_margin_without_a_second_best_is_unknown(engine: Engine, prompts: list
     json.dumps(outcome.to_dict(), allow_nan=False)
 
 
-def test_a_prompt_that_is_too_long_is_left_out(folder: Path, tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_left_out(tiny_model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     rows = [{"id": "long", "category": "a", "turns": ["the " * 3000]}, {"id": "q", "category": "a", "turns": ["in"]}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    arguments = ["--model", folder, "--prompts", file, "--max-tokens", 4, "--dtype", "float32", "--device", "cpu"]
+    arguments = [
+        "--model",
+        tiny_model_folder,
+        "--prompts",
+        file,
+        "--max-tokens",
+        4,
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+    ]
     done = run(*arguments, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["answers"] == 1

@@ -97,7 +97,7 @@ def test_prompt_and_output_are_one_sequence() -> None:
 
 
 @given(small_texts)
-def test_the_places_are_those_that_brute_force_finds(text: list[int]) -> None:
+def test_the_matches_are_those_that_brute_force_finds(text: list[int]) -> None:
     index = ContextIndex([], max_occurrences=PLENTY)
     for token in text:
         index.extend([token])
@@ -105,7 +105,7 @@ def test_the_places_are_those_that_brute_force_finds(text: list[int]) -> None:
 
 
 @given(small_texts, st.lists(st.integers(1, 40), max_size=10))
-def test_extending_in_pieces_finds_the_same_places_as_token_by_token(text: list[int], pieces: list[int]) -> None:
+def test_extending_in_pieces_finds_the_same_matches_as_token_by_token(text: list[int], pieces: list[int]) -> None:
     index = ContextIndex([], max_occurrences=PLENTY)
     rest = text
     for piece in [*pieces, len(text)]:
@@ -161,7 +161,7 @@ def test_no_more_places_are_followed_than_allowed_and_the_most_recent_are_taken(
 
 
 @given(small_texts, st.integers(1, 4))
-def test_with_little_room_every_place_is_still_a_true_one(text: list[int], room: int) -> None:
+def test_with_little_room_every_match_is_still_a_true_one(text: list[int], room: int) -> None:
     index = ContextIndex([], max_occurrences=room)
     true = dict(brute_force(text, text))
     for token in text:
@@ -198,7 +198,7 @@ def test_separators_are_never_matched() -> None:
 
 
 @given(small_texts, st.lists(small_texts.filter(len), max_size=4))
-def test_places_in_passages_are_those_that_brute_force_finds(text: list[int], passages: list[list[int]]) -> None:
+def test_matches_in_passages_are_those_that_brute_force_finds(text: list[int], passages: list[list[int]]) -> None:
     before = ContextIndex([], max_occurrences=PLENTY)
     after = ContextIndex(text, max_occurrences=PLENTY)
     for k, passage in enumerate(passages):

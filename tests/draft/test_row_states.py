@@ -38,19 +38,19 @@ class Batch:
 A, B, C = [1, 2, 3], [4, 5, 6], [7, 8, 9]
 
 
-def test_a_text_that_grows_in_its_row_keeps_its_state() -> None:
+def test_a_request_that_grows_in_its_row_keeps_its_state() -> None:
     batch = Batch(2)
     first = batch.show(A, B)
     assert batch.show([*A, 1], [*B, 4, 5]) == first
 
 
-def test_texts_that_change_places_keep_their_states() -> None:
+def test_requests_that_change_rows_keep_their_states() -> None:
     batch = Batch(3)
     a, b, c = batch.show(A, B, C)
     assert batch.show([*C, 0], [*A, 0], [*B, 0]) == [c, a, b]
 
 
-def test_a_text_that_left_and_comes_back_elsewhere_keeps_its_state() -> None:
+def test_a_request_that_left_and_comes_back_in_another_row_keeps_its_state() -> None:
     batch = Batch(2)
     a, b = batch.show(A, B)
     for token in range(10):
@@ -58,7 +58,7 @@ def test_a_text_that_left_and_comes_back_elsewhere_keeps_its_state() -> None:
     assert batch.show([*A, 5], rows=[1]) == [a]
 
 
-def test_a_row_with_a_new_text_gets_a_new_state() -> None:
+def test_a_row_with_a_new_request_gets_a_new_state() -> None:
     batch = Batch(2)
     a, _ = batch.show(A, B)
     changed = [1, 9, 3, 5]
@@ -66,7 +66,7 @@ def test_a_row_with_a_new_text_gets_a_new_state() -> None:
     assert len(batch.states) == 3
 
 
-def test_texts_that_differ_in_one_token_far_back_are_told_apart() -> None:
+def test_requests_that_differ_in_one_early_token_are_distinguished() -> None:
     batch = Batch(1)
     text = list(range(300))
     a = batch.show(text)
@@ -75,14 +75,14 @@ def test_texts_that_differ_in_one_token_far_back_are_told_apart() -> None:
     assert batch.show(other) != a
 
 
-def test_a_text_that_became_shorter_is_read_anew() -> None:
+def test_a_request_that_became_shorter_is_indexed_again() -> None:
     batch = Batch(1)
     a = batch.show([*A, 4])
     b = batch.show(A)
     assert a != b
 
 
-def test_equal_texts_have_a_state_each() -> None:
+def test_equal_requests_have_a_state_each() -> None:
     batch = Batch(3)
     first = batch.show(A, A, A)
     assert sorted(set(first)) == sorted(first)
@@ -102,7 +102,7 @@ def test_what_came_in_the_first_step_is_output_and_the_rest_the_prompt() -> None
     assert batch.states.states[state, PROMPT] == 3
 
 
-def test_a_text_not_seen_for_a_while_is_dropped_with_its_memory() -> None:
+def test_a_request_not_seen_for_a_while_is_dropped_with_its_memory() -> None:
     batch = Batch(2)
     batch.show(A, list(range(300)))
     for token in range(100):
@@ -114,14 +114,14 @@ def test_a_text_not_seen_for_a_while_is_dropped_with_its_memory() -> None:
     assert batch.states.nbytes <= 2 * small.states.nbytes
 
 
-def test_there_are_never_more_texts_than_twice_the_rows() -> None:
+def test_there_are_never_more_states_than_twice_the_rows() -> None:
     batch = Batch(2)
     for number in range(50):
         batch.show([number, 1], [number, 2])
     assert len(batch.states) == 4
 
 
-def test_of_a_long_text_the_end_is_searched() -> None:
+def test_of_a_long_request_the_end_is_indexed() -> None:
     batch = Batch(1, max_tokens=64)
     text = list(range(100))
     state = batch.show(text, came=10)[0]
@@ -135,7 +135,7 @@ def test_of_a_long_text_the_end_is_searched() -> None:
     assert batch.states.nbytes < 64 * 40
 
 
-def test_memory_for_outputs_beside_the_texts_is_bounded() -> None:
+def test_memory_for_outputs_beside_the_requests_is_bounded() -> None:
     batch = Batch(1, max_ended_tokens=100)
     for number in range(60):
         batch.show([number, *range(200, 209)], came=9)
@@ -146,7 +146,7 @@ def test_memory_for_outputs_beside_the_texts_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 5])
-def test_places_are_those_of_the_whole_text(others: int) -> None:
+def test_matches_are_those_of_the_whole_request(others: int) -> None:
     batch = Batch(1)
     text = [1, 2, 3, 1, 2, 4, 1]
     batch.show(*[text[:-1]])

@@ -44,7 +44,7 @@ def _inference() -> Iterator[None]:
 
 
 def states(marks: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys that are all `mark` and values that are all `100 * mark`, [texts, heads, rows, width]."""
+    """Keys that are all `mark` and values that are all `100 * mark`, [sequences, heads, rows, width]."""
     column = torch.tensor(marks, dtype=torch.float32)[:, None, :, None]
     keys = column.expand(-1, HEADS, -1, KEY_WIDTH)
     return keys, (100 * column).expand(-1, HEADS, -1, VALUE_WIDTH)
@@ -57,24 +57,28 @@ def marks_of(keys: torch.Tensor, values: torch.Tensor) -> list[list[int]]:
     return keys[:, 0, :, 0].int().tolist()
 
 
-def text_of(marks: Sequence[int], layers: Sequence[int] = (0,), count: int = 1, capacity: int = 10_000) -> TreeCache:
-    """A text of its own with these positions, in `layers` of `count`."""
-    text = TreeCache(count, capacity)
+def sequence_of(
+    marks: Sequence[int], layers: Sequence[int] = (0,), count: int = 1, capacity: int = 10_000
+) -> TreeCache:
+    """A sequence of its own with these positions, in `layers` of `count`."""
+    sequence = TreeCache(count, capacity)
     for layer in layers:
-        text.update(*states([marks]), layer)
-    text.commit(list(range(len(marks))))
-    return text
+        sequence.update(*states([marks]), layer)
+    sequence.commit(list(range(len(marks))))
+    return sequence
 
 
-def write(batch: BatchCache, texts: Sequence[TreeCache], rows: Sequence[Sequence[int]]) -> tuple[Pass, list[list[int]]]:
-    """A pass over layer 0 that writes those marks, equally many for each text; what each sees, in the order asked."""
-    with batch.pass_over(texts, [len(marks) for marks in rows]) as now:
+def write(
+    batch: BatchCache, sequences: Sequence[TreeCache], rows: Sequence[Sequence[int]]
+) -> tuple[Pass, list[list[int]]]:
+    """A pass over layer 0 that writes those marks, equally many for each sequence; what each sees, in their order."""
+    with batch.pass_over(sequences, [len(marks) for marks in rows]) as now:
         shown = marks_of(*batch.update(*states([rows[n] for n in now.order]), 0))
     return now, [shown[row] for row in np.argsort(now.order)]
 
 
 def committed(now: Pass, shown: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What was committed of each text, in its order, as a pass saw it."""
+    """What was committed of each sequence, in its order, as a pass saw it."""
     rows = np.argsort(now.order)
     return [
         [marks[c] for c in np.argsort(now.keys[row]) if now.keys[row, c] >= 0]
@@ -83,15 +87,15 @@ def committed(now: Pass, shown: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def bound(batch: BatchCache, layers: int = 1) -> int:
-    return int(1.25 * batch.longest + batch.step) * batch.texts * OF_A_POSITION * layers
+    return int(1.25 * batch.longest + batch.step) * batch.sequences * OF_A_POSITION * layers
 
 
 # What lies where
 
 
-def test_by_offset_every_text_writes_behind_its_own_and_what_is_kept_is_moved_there() -> None:
+def test_by_offset_every_sequence_writes_behind_its_own_and_what_is_kept_is_moved_there() -> None:
     batch = BatchCache(1, "offset")
-    a, b = text_of([1, 2]), text_of([11, 12, 13])
+    a, b = sequence_of([1, 2]), sequence_of([11, 12, 13])
     now, shown = write(batch, [a, b], [[3, 4], [14, 15]])
     assert now.starts.tolist() == [2, 3]
     assert shown == [[1, 2, 3, 4, 0], [11, 12, 13, 14, 15]]
@@ -108,7 +112,7 @@ def test_by_offset_every_text_writes_behind_its_own_and_what_is_kept_is_moved_th
 
 def test_by_column_all_write_side_by_side_and_what_is_kept_stays_there() -> None:
     batch = BatchCache(1, "column")
-    a, b = text_of([1, 2]), text_of(range(11, 31))
+    a, b = sequence_of([1, 2]), sequence_of(range(11, 31))
     now, shown = write(batch, [a, b], [[3, 4], [31, 32]])
     assert now.starts.tolist() == [20, 20]
     assert shown == [[1, 2, *[0] * 18, 3, 4], [*range(11, 33)]]
@@ -124,7 +128,7 @@ def test_by_column_all_write_side_by_side_and_what_is_kept_stays_there() -> None
 
 def test_by_column_all_is_moved_together_when_the_columns_run_out() -> None:
     batch = BatchCache(1, "column")
-    a, b = text_of([1, 2]), text_of(range(11, 51))
+    a, b = sequence_of([1, 2]), sequence_of(range(11, 51))
     for step in range(3):
         write(batch, [a, b], [[100 + step, 0], [200 + step, 0]])
         a.commit([0])
@@ -141,41 +145,41 @@ def test_by_column_all_is_moved_together_when_the_columns_run_out() -> None:
     assert now.starts.tolist() == [43, 43]
     assert shown[0][:9] == [1, 2, 100, 101, 102, 103, 104, 105, 106]
     assert now.keys[0, :10].tolist() == [0, 1, 2, 3, 4, 6, 5, 7, 8, -1]  # in any order: what counts is the position
-    assert batch.bytes_moved - moved == 7 * OF_A_POSITION  # those of the shorter text behind its context
+    assert batch.bytes_moved - moved == 7 * OF_A_POSITION  # those of the shorter sequence behind its context
     assert shown[1] == [*range(11, 51), 200, 201, 202, 203, 204]
 
 
 @both_policies
 def test_the_last_row_moves_to_where_one_has_left(policy: Policy) -> None:
     batch = BatchCache(1, policy)
-    a, b, c = text_of([1, 2]), text_of([11, 12]), text_of([21, 22])
+    a, b, c = sequence_of([1, 2]), sequence_of([11, 12]), sequence_of([21, 22])
     write(batch, [a, b, c], [[3], [13], [23]])
     b.release()
     c.commit([0])  # what it wrote before the other left
     a.commit([0])
-    assert [batch.row_of(text) for text in (a, c)] == [0, 1]
+    assert [batch.row_of(sequence) for sequence in (a, c)] == [0, 1]
     assert batch.positions[:, :3].tolist() == [[0, 1, 2], [0, 1, 2]]
-    d = text_of([31])
+    d = sequence_of([31])
     in_any_order = write(batch, [d, c, a], [[32], [24], [4]])
     assert committed(*in_any_order) == [[31], [21, 22, 23], [1, 2, 3]]
     assert b.length == 0
 
 
 @both_policies
-def test_a_row_that_another_text_had_holds_nothing_of_it(policy: Policy) -> None:
+def test_a_row_that_another_sequence_had_holds_nothing_of_it(policy: Policy) -> None:
     batch = BatchCache(1, policy)
-    texts = [text_of(range(100 * n, 100 * n + 50)) for n in range(20)]
-    write(batch, texts, [[7]] * 20)
-    texts[-1].release()
-    assert batch.rows == 20  # what is free is less than may be allocated beyond the longest text
-    _, shown = write(batch, [*texts[:-1], text_of([1])], [[2]] * 20)
+    sequences = [sequence_of(range(100 * n, 100 * n + 50)) for n in range(20)]
+    write(batch, sequences, [[7]] * 20)
+    sequences[-1].release()
+    assert batch.rows == 20  # what is free is less than may be allocated beyond the longest sequence
+    _, shown = write(batch, [*sequences[:-1], sequence_of([1])], [[2]] * 20)
     assert [mark for mark in shown[-1] if mark] == [1, 2]
 
 
 @both_policies
-def test_texts_that_sit_out_lose_nothing(policy: Policy) -> None:
+def test_sequences_that_sit_out_lose_nothing(policy: Policy) -> None:
     batch = BatchCache(1, policy)
-    a, b, c = text_of([1, 2]), text_of([11, 12, 13]), text_of([21])
+    a, b, c = sequence_of([1, 2]), sequence_of([11, 12, 13]), sequence_of([21])
     write(batch, [a, b, c], [[3, 4], [14, 15], [22, 23]])
     write(batch, [b], [[16, 17]])  # before the others say what they keep of theirs
     a.commit([0, 1])
@@ -190,48 +194,48 @@ def test_texts_that_sit_out_lose_nothing(policy: Policy) -> None:
 @both_policies
 def test_layers_that_hold_nothing_of_their_own_keep_step(policy: Policy) -> None:
     batch = BatchCache(2, policy)
-    texts = [text_of([1, 2], [0], 2), text_of([11], [0], 2)]
-    write(batch, texts, [[3], [12]])
-    for text in texts:
-        text.commit([0])
-        assert [layer.length for layer in text.tree_layers] == [text.length] * 2
+    sequences = [sequence_of([1, 2], [0], 2), sequence_of([11], [0], 2)]
+    write(batch, sequences, [[3], [12]])
+    for sequence in sequences:
+        sequence.commit([0])
+        assert [layer.length for layer in sequence.tree_layers] == [sequence.length] * 2
     assert not batch.batch_layers[1].is_initialized
     assert batch.nbytes == 2 * batch.columns * OF_A_POSITION
 
 
 @both_policies
-def test_texts_that_hold_nothing_yet_may_join(policy: Policy) -> None:
+def test_sequences_that_hold_nothing_yet_may_join(policy: Policy) -> None:
     batch = BatchCache(1, policy)
     a, b = TreeCache(1, 20), TreeCache(1, 20)
     assert write(batch, [a, b], [[1], [11]])[1] == [[1], [11]]
     a.commit([0])
     b.commit([0])
-    assert write(batch, [a, b, text_of([21, 22])], [[2], [12], [23]])[1][0][:1] == [1]
+    assert write(batch, [a, b, sequence_of([21, 22])], [[2], [12], [23]])[1][0][:1] == [1]
 
 
 def test_a_batch_that_grows_goes_on_by_the_other_policy() -> None:
     batch = BatchCache(1)
-    texts = [text_of([100 * n, 100 * n + 1]) for n in range(1, 16)]
+    sequences = [sequence_of([100 * n, 100 * n + 1]) for n in range(1, 16)]
     marks = [[int(102 + 100 * n), 7, 8] for n in range(15)]
     for count in (15, 16, 15):
-        texts += [text_of([1600, 1601]) for _ in range(count - len(texts))]
-        for text in texts[count:]:
-            text.release()
-        del texts[count:]
-        seen = committed(*write(batch, texts, [*marks, [1, 7, 8]][:count]))
+        sequences += [sequence_of([1600, 1601]) for _ in range(count - len(sequences))]
+        for sequence in sequences[count:]:
+            sequence.release()
+        del sequences[count:]
+        seen = committed(*write(batch, sequences, [*marks, [1, 7, 8]][:count]))
         assert batch.policy == ("offset" if count == 16 else "column")
-        assert [len(row) for row in seen] == [text.length for text in texts]
+        assert [len(row) for row in seen] == [sequence.length for sequence in sequences]
         assert seen[4][:2] == [500, 501]
-        for text in texts:
-            text.commit([0, 2])
+        for sequence in sequences:
+            sequence.commit([0, 2])
 
 
-def test_a_text_does_not_grow_beyond_what_it_was_made_for() -> None:
+def test_a_sequence_does_not_grow_beyond_what_it_was_made_for() -> None:
     batch = BatchCache(1)
-    a, b = text_of([1, 2], capacity=3), text_of([11])
+    a, b = sequence_of([1, 2], capacity=3), sequence_of([11])
     with pytest.raises(IndexError, match="4 positions do not fit a cache of 3"):
         write(batch, [a, b], [[3, 4], [12, 13]])
-    assert batch.texts == 0
+    assert batch.sequences == 0
     with batch.pass_over([a, b], [1, 2]):  # padding does not count
         pass
 
@@ -240,45 +244,45 @@ def test_a_text_does_not_grow_beyond_what_it_was_made_for() -> None:
 
 
 @both_policies
-def test_a_text_that_joins_gives_its_own_tensors_back_and_the_last_to_leave_gives_all(policy: Policy) -> None:
+def test_a_sequence_that_joins_gives_its_own_tensors_back_and_the_last_to_leave_gives_all(policy: Policy) -> None:
     batch = BatchCache(2, policy)
-    texts = [text_of(range(30), [0, 1], 2) for _ in range(3)]
-    with batch.pass_over(texts, [4, 1, 2]):
+    sequences = [sequence_of(range(30), [0, 1], 2) for _ in range(3)]
+    with batch.pass_over(sequences, [4, 1, 2]):
         pass
-    assert [layer.nbytes for text in texts for layer in text.tree_layers] == [0] * 6
-    assert batch.nbytes == 3 * texts[0].nbytes == 6 * batch.columns * OF_A_POSITION
-    for text in texts:
-        text.release()
+    assert [layer.nbytes for sequence in sequences for layer in sequence.tree_layers] == [0] * 6
+    assert batch.nbytes == 3 * sequences[0].nbytes == 6 * batch.columns * OF_A_POSITION
+    for sequence in sequences:
+        sequence.release()
         assert batch.nbytes <= bound(batch, 2)
-    assert batch.nbytes == batch.texts == 0
-    assert texts[0].nbytes == 0
+    assert batch.nbytes == batch.sequences == 0
+    assert sequences[0].nbytes == 0
 
 
 @both_policies
-def test_a_text_that_was_dropped_leaves_with_the_next_pass(policy: Policy) -> None:
+def test_a_sequence_that_was_dropped_leaves_with_the_next_pass(policy: Policy) -> None:
     batch = BatchCache(1, policy)
-    a, b = text_of(range(50)), text_of([11])
+    a, b = sequence_of(range(50)), sequence_of([11])
     write(batch, [a, b], [[3], [12]])
     b.commit([0])
     del a
     gc.collect()
     assert committed(*write(batch, [b], [[13]])) == [[11, 12]]
-    assert batch.texts == 1
+    assert batch.sequences == 1
     assert batch.nbytes <= bound(batch)
 
 
 @both_policies
-def test_a_text_released_by_another_thread_during_a_pass_leaves_after_it(policy: Policy) -> None:
+def test_a_sequence_released_by_another_thread_during_a_pass_leaves_after_it(policy: Policy) -> None:
     batch = BatchCache(1, policy)
-    a, b = text_of([1]), text_of([11])
+    a, b = sequence_of([1]), sequence_of([11])
     with batch.pass_over([a, b], [1, 1]):
         closer = threading.Thread(target=a.release)
         closer.start()
         closer.join(timeout=10)
         assert not closer.is_alive()
-        assert batch.texts == 2
+        assert batch.sequences == 2
         assert marks_of(*batch.update(*states([[2], [12]]), 0)) == [[1, 2], [11, 12]]
-    assert batch.texts == 1
+    assert batch.sequences == 1
     b.commit([0])
     assert write(batch, [b], [[13]])[1] == [[11, 12, 13]]
 
@@ -288,25 +292,25 @@ def test_memory_grows_by_no_more_than_a_layer_beyond_what_it_grows_to(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, layers = BatchCache(8, policy), range(8)
-    texts = [text_of(range(40), layers, 8, capacity=40) for _ in range(4)]
+    sequences = [sequence_of(range(40), layers, 8, capacity=40) for _ in range(4)]
     held: list[int] = []
     made = BatchLayer._made
 
     def watched(self: BatchLayer, like: torch.Tensor) -> torch.Tensor:
         new = made(self, like)
-        own = sum(layer.nbytes for text in texts for layer in text.tree_layers)
+        own = sum(layer.nbytes for sequence in sequences for layer in sequence.tree_layers)
         held.append(batch.nbytes + own + new.nbytes * (1 if like.shape[3] == KEY_WIDTH else 8 / VALUE_WIDTH))
         return new
 
     monkeypatch.setattr(BatchLayer, "_made", watched)
-    for text in texts:
-        text.capacity = 1000
+    for sequence in sequences:
+        sequence.capacity = 1000
     for _ in range(30):
-        with batch.pass_over(texts, [2] * 4):
+        with batch.pass_over(sequences, [2] * 4):
             pass
         assert max(held, default=0) <= batch.nbytes * 9 / 8
-        for text in texts:
-            text.commit([0, 1])
+        for sequence in sequences:
+            sequence.commit([0, 1])
     assert len(held) > 16
 
 
@@ -314,38 +318,38 @@ def test_by_column_an_entry_is_moved_a_constant_number_of_times() -> None:
     moves = {}
     for steps in (100, 800):
         random, batch = np.random.default_rng(0), BatchCache(1, "column")
-        texts = [text_of([0] * int(random.integers(20, 60))) for _ in range(4)]
+        sequences = [sequence_of([0] * int(random.integers(20, 60))) for _ in range(4)]
         for _ in range(steps):
-            with batch.pass_over(texts, [9] * 4):
+            with batch.pass_over(sequences, [9] * 4):
                 pass
-            for text in texts:
+            for sequence in sequences:
                 accepted = min(int(random.geometric(0.4)) - 1, 8)
-                text.commit([0, *sorted(1 + random.choice(8, accepted, replace=False))])
+                sequence.commit([0, *sorted(1 + random.choice(8, accepted, replace=False))])
             assert batch.nbytes <= bound(batch)
         assert batch.rearrangements > 5
-        moves[steps] = batch.bytes_moved / (sum(text.length for text in texts) * OF_A_POSITION)
+        moves[steps] = batch.bytes_moved / (sum(sequence.length for sequence in sequences) * OF_A_POSITION)
     assert max(moves.values()) < 7
 
 
 def test_rows_that_are_replaced_in_a_large_batch_are_seldom_moved_all() -> None:
     batch = BatchCache(1, "offset")
-    texts = [text_of(range(100)) for _ in range(32)]
+    sequences = [sequence_of(range(100)) for _ in range(32)]
     for _ in range(3):
-        write(batch, texts, [[7]] * 32)
-        texts[3].release()
-        texts[3] = text_of(range(100))
+        write(batch, sequences, [[7]] * 32)
+        sequences[3].release()
+        sequences[3] = sequence_of(range(100))
     assert batch.bytes_moved < (32 + 3 * 3) * 110 * OF_A_POSITION
 
 
-# Against a list for each text
+# Against a list for each sequence
 
 
 class Twin:
-    """A cache and, for every text, the list of marks that it must hold."""
+    """A cache and, for every sequence, the list of marks that it must hold."""
 
     def __init__(self, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batch = BatchCache(3, policy)
-        self.texts: list[tuple[TreeCache, list[int]]] = []
+        self.sequences: list[tuple[TreeCache, list[int]]] = []
         self.mark = 0
         self.failing: int | None = None
         made = BatchLayer._made
@@ -361,49 +365,49 @@ class Twin:
 
     def new(self, length: int) -> None:
         marks = self.marks(length)
-        self.texts.append((text_of(marks, [0, 2], 3), marks))  # the layer between shares another's keys
+        self.sequences.append((sequence_of(marks, [0, 2], 3), marks))  # the layer between shares another's keys
 
     def marks(self, count: int) -> list[int]:
         self.mark += count
         return list(range(self.mark - count + 1, self.mark + 1))
 
-    def held(self, text: TreeCache, n: int) -> list[int]:
+    def held(self, sequence: TreeCache, n: int) -> list[int]:
         layer = self.batch.batch_layers[n]
-        texts = [ref() for ref in layer.layout.texts]
-        if text not in texts:
-            own = text.tree_layers[n]
+        sequences = [ref() for ref in layer.layout.sequences]
+        if sequence not in sequences:
+            own = sequence.tree_layers[n]
             assert own.keys is not None
             assert own.values is not None
             return marks_of(own.keys[:, :, : own.length], own.values[:, :, : own.length])[0]
-        row = texts.index(text)
+        row = sequences.index(sequence)
         entries = layer.layout.entries[row]
         columns = torch.from_numpy(np.argsort(entries, kind="stable")[np.sort(entries) >= 0])
         assert layer.keys is not None
         assert layer.values is not None
-        assert np.sort(entries)[np.sort(entries) >= 0].tolist() == list(range(text.length))
+        assert np.sort(entries)[np.sort(entries) >= 0].tolist() == list(range(sequence.length))
         return marks_of(layer.keys[row : row + 1, :, columns], layer.values[row : row + 1, :, columns])[0]
 
     def check(self) -> None:
-        for text, marks in self.texts:
-            assert text.length == len(marks)
+        for sequence, marks in self.sequences:
+            assert sequence.length == len(marks)
             if marks:
-                assert self.held(text, 0) == self.held(text, 2) == marks
+                assert self.held(sequence, 0) == self.held(sequence, 2) == marks
         assert not self.batch.batch_layers[1].is_initialized
         if self.failing is None:
             assert self.batch.nbytes <= bound(self.batch, 2)
             assert self.batch.columns <= 1.25 * self.batch.longest + self.batch.step
 
     def verify(self, chosen: Sequence[int], random: np.random.Generator) -> dict[int, list[int]]:
-        """A pass over those texts; what it wrote of each."""
+        """A pass over those sequences; what it wrote of each."""
         counts = random.integers(1, 8, len(chosen)).tolist()
-        texts = [self.texts[n][0] for n in chosen]
-        with self.batch.pass_over(texts, counts) as now:
+        sequences = [self.sequences[n][0] for n in chosen]
+        with self.batch.pass_over(sequences, counts) as now:
             rows = [self.marks(now.width) for _ in chosen]
             for layer in (0, 2):
                 shown = marks_of(*self.batch.update(*states([rows[n] for n in now.order]), layer))
                 for place, n in enumerate(now.order):
                     seen = {int(p): mark for p, mark in zip(now.keys[place], shown[place], strict=True) if p >= 0}
-                    assert [seen[p] for p in sorted(seen)] == self.texts[chosen[n]][1]
+                    assert [seen[p] for p in sorted(seen)] == self.sequences[chosen[n]][1]
                     assert shown[place][now.starts[place] :][: now.width] == rows[n]
         return {n: marks[:count] for n, marks, count in zip(chosen, rows, counts, strict=True)}
 
@@ -412,16 +416,16 @@ class Twin:
             rows = np.flatnonzero(random.random(len(marks)) < 0.4).tolist()
             if random.random() < 0.2:
                 rows = rows[::-1]
-            self.texts[n][0].commit(rows)
-            self.texts[n][1].extend(marks[row] for row in rows)
+            self.sequences[n][0].commit(rows)
+            self.sequences[n][1].extend(marks[row] for row in rows)
 
     def leave(self, n: int, *, released: bool) -> None:
-        text, _ = self.texts.pop(n)
+        sequence, _ = self.sequences.pop(n)
         if released:
-            text.release()
+            sequence.release()
 
     def some(self, random: np.random.Generator) -> list[int]:
-        order = random.permutation(len(self.texts))
+        order = random.permutation(len(self.sequences))
         return order[: random.integers(1, len(order) + 1)].tolist()
 
 
@@ -433,35 +437,35 @@ STEPS = st.tuples(
 
 @both_policies
 @given(steps=st.lists(STEPS, min_size=5, max_size=40))
-def test_every_text_has_what_a_list_of_its_own_would_hold(policy: Policy, steps: list[tuple[str, int]]) -> None:
+def test_every_sequence_has_what_a_list_of_its_own_would_hold(policy: Policy, steps: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch, torch.inference_mode():
         twin = Twin(policy, monkeypatch)
         for kind, seed in steps:
             random = np.random.default_rng(seed)
-            if kind == "join" or not twin.texts:
+            if kind == "join" or not twin.sequences:
                 for _ in range(int(random.integers(1, 4))):
                     twin.new(int(random.integers(0, 40)))
                 continue
             if kind in ("leave", "drop"):
-                twin.leave(int(random.integers(len(twin.texts))), released=kind == "leave")
+                twin.leave(int(random.integers(len(twin.sequences))), released=kind == "leave")
             elif kind == "pass":
                 twin.keep(twin.verify(twin.some(random), random), random)
             else:  # a pass, another or one that fails for want of memory, and only then what is kept of the first
                 chosen = twin.some(random)
-                others = [n for n in range(len(twin.texts)) if n not in chosen]
+                others = [n for n in range(len(twin.sequences)) if n not in chosen]
                 written = twin.verify(chosen, random)
                 if kind == "fail":
                     twin.new(int(random.integers(50, 100)))
                     twin.failing = int(random.integers(0, 4))
                     try:
-                        written |= twin.verify([*others, len(twin.texts) - 1], random)
+                        written |= twin.verify([*others, len(twin.sequences) - 1], random)
                     except torch.OutOfMemoryError:
                         twin.check()
                 elif others:
                     written |= twin.verify(others, random)
                 twin.keep(written, random)
-                if random.random() < 0.5 and len(twin.texts) > 1:
-                    twin.leave(int(random.integers(len(twin.texts))), released=True)
+                if random.random() < 0.5 and len(twin.sequences) > 1:
+                    twin.leave(int(random.integers(len(twin.sequences))), released=True)
                 twin.check()
                 if twin.failing is not None:
                     twin.failing = None
@@ -500,7 +504,7 @@ def path_rows(tree: DraftTree, node: int) -> list[int]:
 
 
 class Pair:
-    """A text that is decoded among others, and its twin that is decoded alone."""
+    """A sequence that is decoded among others, and its twin that is decoded alone."""
 
     def __init__(self, target: Target, seed: int, length: int) -> None:
         self.target = target
@@ -520,7 +524,7 @@ class Pair:
 
 @every_policy
 @pytest.mark.parametrize("name", FAMILIES)
-def test_texts_verified_together_have_the_logits_of_each_alone(name: str, policy_of_all: Policy) -> None:
+def test_sequences_verified_together_have_the_logits_of_each_alone(name: str, policy_of_all: Policy) -> None:
     target, random = family(name), np.random.default_rng(0)
     pairs = [Pair(target, n, 9 + 7 * n) for n in range(4)]  # shorter and longer than the windows
     for round_ in range(10):
@@ -545,7 +549,7 @@ def test_texts_verified_together_have_the_logits_of_each_alone(name: str, policy
     assert target._batch.nbytes == 0
 
 
-def test_texts_are_verified_in_one_pass_and_one_alone_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_are_verified_in_one_pass_and_one_alone_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     target = family("Llama")
     pairs = [Pair(target, n, 9) for n in range(3)]
     passes: list[tuple[int, ...]] = []
@@ -562,7 +566,7 @@ def test_texts_are_verified_in_one_pass_and_one_alone_stays_where_it_is(monkeypa
 
 
 @pytest.mark.parametrize(("name", "fixed", "branches"), [("Llama", FixedShape(9, 32), True), ("Bloom", None, False)])
-def test_where_no_tree_is_verified_every_text_has_a_pass_of_its_own(
+def test_where_no_tree_is_verified_every_sequence_has_a_pass_of_its_own(
     name: str, fixed: FixedShape | None, branches: bool
 ) -> None:
     target = Target(make_model(name), fixed, forward="torch", branches=branches)
@@ -574,7 +578,7 @@ def test_where_no_tree_is_verified_every_text_has_a_pass_of_its_own(
         assert pair.among.batch is None
 
 
-def test_a_text_behind_the_switch_of_its_rotation_does_not_turn_the_others() -> None:
+def test_a_sequence_behind_the_switch_of_its_rotation_does_not_turn_the_others() -> None:
     target = Target(long_rope(switch=40), forward="torch")
     pairs = [Pair(target, n, length) for n, length in enumerate([20, 50, 10, 60])]
     for round_ in range(3):
@@ -658,17 +662,17 @@ def test_a_plain_cache_gives_its_state_back() -> None:
 
 
 @both_policies
-def test_what_is_kept_of_a_text_among_others_is_what_is_kept_of_it_alone(policy: Policy) -> None:
-    batch, text, other = BatchCache(2, policy), text_of([1, 2, 3], (0,), 2), text_of([7], (0,), 2)
-    write(batch, [text, other], [[4, 5, 6, 8], [9, 9, 9, 9]])
-    text.commit([0, 2, 3])
+def test_what_is_kept_of_a_sequence_among_others_is_what_is_kept_of_it_alone(policy: Policy) -> None:
+    batch, sequence, other = BatchCache(2, policy), sequence_of([1, 2, 3], (0,), 2), sequence_of([7], (0,), 2)
+    write(batch, [sequence, other], [[4, 5, 6, 8], [9, 9, 9, 9]])
+    sequence.commit([0, 2, 3])
     other.commit([0])
-    held, nothing = text.states(1, 6)
+    held, nothing = sequence.states(1, 6)
     assert nothing is None  # a layer that shares another's keys
     assert held is not None
     assert marks_of(*held) == [[2, 3, 4, 6, 8]]
     again = TreeCache(2, 10)
-    again.restore([text.states(0, 4), text.states(4, 6)])
+    again.restore([sequence.states(0, 4), sequence.states(4, 6)])
     assert again.length == 6
     assert marks_of(*[states[:, :, :6] for states in (again.tree_layers[0].keys, again.tree_layers[0].values)]) == [
         [1, 2, 3, 4, 6, 8]

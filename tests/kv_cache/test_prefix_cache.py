@@ -1,4 +1,4 @@
-"""What was read of a text's beginning is not read again: found by its tokens, its tenant's only, within a bound."""
+"""A cached prefix is not prefilled again: it is found by its tokens, for its own tenant, within a bound of bytes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def found(store: PrefixCache, tokens: Sequence[int], tenant: str = "") -> int:
 # The store
 
 
-def test_what_two_texts_share_is_found_in_whole_blocks_and_never_the_last_token() -> None:
+def test_a_shared_prefix_is_found_in_whole_blocks_and_never_the_last_token() -> None:
     store = PrefixCache(1000, block=2)
     keep(store, [1, 2, 3, 4, 5])
     assert found(store, [1, 2, 3, 4, 5]) == 4
@@ -79,7 +79,7 @@ def test_what_two_texts_share_is_found_in_whole_blocks_and_never_the_last_token(
     assert found(store, [1]) == found(store, []) == 0
 
 
-def test_what_texts_share_is_held_once() -> None:
+def test_a_shared_prefix_is_stored_once() -> None:
     store = PrefixCache(1000, block=2)
     keep(store, [1, 2, 3, 4])
     keep(store, [1, 2, 3, 4, 5])
@@ -104,7 +104,7 @@ def test_only_what_is_not_held_yet_is_copied(monkeypatch: pytest.MonkeyPatch) ->
     assert copied == [(0, 2), (2, 4), (4, 6)]
 
 
-def test_no_tenant_finds_anothers_texts() -> None:
+def test_no_tenant_finds_anothers_prefixes() -> None:
     store = PrefixCache(1000, block=2)
     keep(store, [1, 2, 3, 4], "a")
     assert found(store, [1, 2, 3, 4, 5], "b") == found(store, [1, 2, 3, 4, 5]) == 0
@@ -118,7 +118,7 @@ def test_no_tenant_finds_anothers_texts() -> None:
     assert (found(store, [1, 2, 3], "b"), len(store), store.nbytes) == (0, 0, 0)
 
 
-def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings() -> None:
+def test_the_least_recently_used_block_is_evicted_first_and_the_end_of_a_prefix_before_its_start() -> None:
     store = PrefixCache(3 * 2 * POSITION, block=2)
     keep(store, [1, 1, 2, 2])
     keep(store, [3, 3])
@@ -129,7 +129,7 @@ def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings() -> No
     assert [found(store, [*text, 0]) for text in ([4, 4], [1, 1], [3, 3], [5, 5])] == [0, 2, 2, 2]
 
 
-def test_of_a_text_longer_than_the_bound_the_beginning_is_held() -> None:
+def test_of_a_sequence_longer_than_the_bound_the_prefix_is_kept() -> None:
     store = PrefixCache(3 * 2 * POSITION + 1, block=2)
     keep(store, [7, 7, 7, 7])
     keep(store, list(range(20)))
@@ -197,29 +197,29 @@ class Twin:
         self.now = 0
         self.used: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
 
-    def beginnings(self, tenant: str, tokens: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+    def prefixes(self, tenant: str, tokens: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
         ends = range(self.block, len(tokens) + 1, self.block)
         return [(tenant, tuple(tokens[:end])) for end in ends]
 
     def touch(self, path: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         self.now += 1
-        self.used |= {beginning: (self.now, -len(beginning[1])) for beginning in path}
+        self.used |= {prefix: (self.now, -len(prefix[1])) for prefix in path}
 
     def restore(self, tenant: str, tokens: Sequence[int]) -> int:
-        path = [beginning for beginning in self.beginnings(tenant, tokens[:-1]) if beginning in self.used]
+        path = [prefix for prefix in self.prefixes(tenant, tokens[:-1]) if prefix in self.used]
         self.touch(path)
         return len(path) * self.block
 
     def keep(self, tenant: str, tokens: Sequence[int]) -> None:
         path = []
-        for beginning in self.beginnings(tenant, tokens):
-            others = sorted(self.used.keys() - set(self.beginnings(tenant, tokens)), key=self.used.__getitem__)
-            if beginning not in self.used and len(self.used) >= self.most:
+        for prefix in self.prefixes(tenant, tokens):
+            others = sorted(self.used.keys() - set(self.prefixes(tenant, tokens)), key=self.used.__getitem__)
+            if prefix not in self.used and len(self.used) >= self.most:
                 if not others:
                     break
                 del self.used[others[0]]
-            path.append(beginning)
-            self.used.setdefault(beginning, (self.now, 0))
+            path.append(prefix)
+            self.used.setdefault(prefix, (self.now, 0))
         self.touch(path)
 
 
@@ -231,7 +231,7 @@ class Twin:
         max_size=30,
     ),
 )
-def test_it_holds_what_the_longest_shared_beginnings_and_their_last_use_say(
+def test_it_holds_what_the_longest_shared_prefixes_and_their_last_use_say(
     most: int, block: int, calls: list[tuple[bool, str, list[int]]]
 ) -> None:
     store, twin = PrefixCache(most * block * POSITION, block), Twin(most, block)
@@ -505,7 +505,7 @@ def test_an_answer_does_not_fail_for_want_of_memory_to_keep_it(
 
 
 @pytest.mark.parametrize(("length", "reused"), [(80, 64), (100, 64), (101, 0), (140, 0)])
-def test_no_text_is_reused_across_a_switch_of_rotations(length: int, reused: int) -> None:
+def test_no_prefix_is_reused_across_a_switch_of_rotations(length: int, reused: int) -> None:
     model = long_rope(switch=100)
     cold, warm = made(model, prefix_bytes=0), made(model)
     text = text_of(150)
@@ -517,7 +517,7 @@ def test_no_text_is_reused_across_a_switch_of_rotations(length: int, reused: int
     assert torch.allclose(logits, expected_logits, rtol=1e-3, atol=1e-3)
 
 
-def test_what_may_be_reused_of_a_text() -> None:
+def test_how_much_of_a_sequence_may_be_reused() -> None:
     assert Reuse(64).positions(10, 30) == 30
     assert Reuse(64, answers=False).positions(10, 30) == 10
     rotates = Reuse(64, before=20)

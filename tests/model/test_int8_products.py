@@ -196,7 +196,7 @@ print(Int8Linear(w)(x).double().sum().item(), Int8Linear(w, None, 2)(x).numpy().
 
 
 _HIDDEN = ((), ("avx512",), ("avx512", "avxvnni"), ("avx",))
-"""Beginnings of the names of instruction sets that are hidden from the compiler."""
+"""Prefixes of the names of instruction sets that are hidden from the compiler."""
 
 
 @pytest.mark.slow

@@ -224,7 +224,7 @@ def test_strict_is_refused_in_shapes_whose_products_change_bits_by_the_place_of_
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not place_changes_bits(torch.float32, width):
-        return  # this machine's products give no such shape away
+        pytest.skip("this machine's products give a row the same bits at any place of this many")
     model = make_model("GPT2")
     monkeypatch.setattr(FixedShape, "of", classmethod(lambda cls, model, width: cls(width)))
     with pytest.raises(UnsupportedModelError, match="exactness='strict' cannot be kept"):

@@ -285,6 +285,8 @@ class Replayer:
                 index.add_passage(passage.id, passage.tokens)
         searched = self._datastore if "datastore" in parts else None
         lookup = None if searched is None else RequestLookup(searched, "", _RECALL)
+        if lookup is not None:
+            lookup.extend(index.sequence.tolist())
         return self.make_source(builder, index, successors, lookup)
 
 

@@ -10,11 +10,25 @@ from reader_rag.draft.kernels.compile import allocating
 
 
 @allocating
+def half_size(sizes: Any) -> Any:
+    """Where what a further row adds is measured from: the index of the largest size up to half of the last.
+
+    The last two sizes may lie so near that their difference is chance.
+
+    Args:
+        sizes: float64 [sizes], rising.
+    """
+    last, half = sizes.shape[0] - 1, 0
+    while half + 1 < last and 2.0 * sizes[half + 1] <= sizes[last]:
+        half += 1
+    return half
+
+
+@allocating
 def seconds(rows: Any, base: Any, slope: Any, context: float, load: float, out: Any) -> None:
     """Seconds of passes of 1, 2, ... rows: linear between measured sizes and beyond them, never falling.
 
-    Beyond the largest size each row adds what it adds between half of that size and all of it, at most in proportion.
-    The last two sizes may lie so near that their difference is chance.
+    Beyond the largest size each row adds what it adds between `half_size` and the largest, at most in proportion.
 
     Args:
         rows: float64 [sizes], measured, rising, the first 1.
@@ -31,9 +45,7 @@ def seconds(rows: Any, base: Any, slope: Any, context: float, load: float, out: 
     for size in range(last, -1, -1):
         least = min(least, (base[size] + slope[size] * context) * load)
         times[size] = least
-    half = 0
-    while half + 1 < last and 2.0 * rows[half + 1] <= rows[last]:
-        half += 1
+    half = half_size(rows)
     each = times[last] / rows[last]
     if last > 0:
         each = min(each, (times[last] - times[half]) / (rows[last] - rows[half]))
