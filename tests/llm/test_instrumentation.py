@@ -259,7 +259,7 @@ def test_the_examples_of_the_docs_run(
     assert len(blocks) == 2
     ports: list[int] = []
     monkeypatch.setattr("prometheus_client.start_http_server", ports.append)
-    monkeypatch.setattr(reader_rag.llm.ReaderLLM, "_load", lambda self: engine)
+    monkeypatch.setattr(reader_rag.llm.ReaderLLM, "_load", lambda self, draft_sources: engine)
     monkeypatch.setattr(engine, "observers", [], raising=False)
     namespace: dict[str, Any] = {}
     for block in blocks:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from costs_stub import EverythingPays
 from llama_index.core import PromptTemplate
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
@@ -20,6 +21,7 @@ from scripted_engine import NO_SYSTEM_TEMPLATE, ScriptedEngine, backwards, make_
 
 from reader_rag.config import DraftConfig, EngineConfig, SamplingParams
 from reader_rag.config.grammar import Grammar
+from reader_rag.draft.source import Budget, Proposal, RequestState, Verified
 from reader_rag.engine.outputs import Passage
 from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm import ReaderLLM
@@ -610,6 +612,21 @@ class TestOnTheRealEngine:
             tiny.complete("garden " * 2000)
 
 
+class Repeating:
+    """A draft source that proposes the last token again."""
+
+    needs_hidden_states = False
+    proposed = 0
+
+    def propose(self, state: RequestState, budget: Budget) -> Proposal:
+        self.proposed += 1
+        return Proposal.chain(state.tokens[-1:].tolist())
+
+    def observe(self, verified: Verified) -> None: ...
+
+    def forget(self) -> None: ...
+
+
 class TestFromModel:
     def test_a_loaded_model_answers_like_its_engine(self, tiny_engine: Engine) -> None:
         llm = ReaderLLM.from_model(tiny_engine.model, tiny_engine.tokenizer, max_tokens=6, max_nodes=8, forward="torch")
@@ -617,6 +634,22 @@ class TestFromModel:
         assert (llm.max_nodes, llm.engine.config.draft.max_nodes) == (8, 8)
         expected = ReaderLLM.from_engine(tiny_engine, max_tokens=6).complete("the cat and the")
         assert llm.complete("the cat and the").text == expected.text
+
+    def test_draft_sources_propose_in_every_call(self, tiny_engine: Engine) -> None:
+        made: list[Repeating] = []
+
+        def make() -> Repeating:
+            made.append(Repeating())
+            return made[-1]
+
+        llm = ReaderLLM.from_model(tiny_engine.model, tiny_engine.tokenizer, max_tokens=6, draft_sources=[make])
+        llm.engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
+        expected = ReaderLLM.from_engine(tiny_engine, max_tokens=6).complete("the cat and the")
+        assert llm.complete("the cat and the").text == expected.text
+        assert len(made) == 1
+        assert made[0].proposed > 0
+        with pytest.raises(ConfigError, match="draft_sources belong to the engine"):
+            ReaderLLM(engine=tiny_engine, draft_sources=[make])
 
     def test_settings_of_loading_are_refused(self, tiny_engine: Engine) -> None:
         with pytest.raises(ConfigError, match="dtype: set when the engine was loaded"):
@@ -650,7 +683,7 @@ def test_the_examples_of_the_docs_run(real_engine: Engine, monkeypatch: pytest.M
     page = Path(__file__).parents[2] / "docs" / "llamaindex.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(blocks) == 10
-    monkeypatch.setattr(ReaderLLM, "_load", lambda self: real_engine)
+    monkeypatch.setattr(ReaderLLM, "_load", lambda self, draft_sources: real_engine)
     handlers = get_dispatcher().event_handlers
     monkeypatch.setattr(get_dispatcher(), "event_handlers", list(handlers))
     namespace: dict[str, Any] = {}
