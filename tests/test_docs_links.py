@@ -76,3 +76,7 @@ def test_names_in_code_are_public(page: Path) -> None:
             assert module == "reader_rag", f"{page.name}: from {module} import {name}"
             assert name in reader_rag.__all__
             assert getattr(reader_rag, name) is not None
+
+
+def test_the_citation_names_this_version() -> None:
+    assert f"\nversion: {reader_rag.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
