@@ -131,6 +131,11 @@ class ServerLLM(OpenAILike):
         """Name in LlamaIndex's serialised form."""
         return "server_llm"
 
+    @property
+    def server(self) -> Server:
+        """The server, for calls that LlamaIndex has no place for."""
+        return self._server
+
     def _get_client(self) -> openai.OpenAI:
         return self._server.client
 

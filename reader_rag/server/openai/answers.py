@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, aclosing, closing
 from dataclasses import dataclass, field
@@ -206,18 +207,41 @@ async def until_disconnected(request: Request, work: Awaitable[_Result]) -> _Res
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-def event_stream(chunks: AsyncIterator[BaseModel], grace_s: float) -> EventSourceResponse:
+async def started(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+    """The chunks of another server, once the first has come: until then an error is an HTTP status.
+
+    Args:
+        chunks: The chunks.
+    """
+    try:
+        first = await anext(chunks, None)
+    except BaseException:
+        await chunks.aclose()
+        raise
+
+    async def all_chunks() -> AsyncGenerator[dict[str, Any], None]:
+        async with aclosing(chunks):
+            if first is not None:
+                yield first
+            async for chunk in chunks:
+                yield chunk
+
+    return all_chunks()
+
+
+def event_stream(chunks: AsyncGenerator[Any, None], grace_s: float) -> EventSourceResponse:
     """A stream of chunks as server-sent events, up to `[DONE]`; an error midway is an event too.
 
     Args:
-        chunks: The chunks, closed when the client goes away.
+        chunks: The chunks, models or JSON; closed when the client goes away.
         grace_s: Seconds that it may go on when the service is shut down.
     """
 
     async def events() -> AsyncIterator[dict[str, Any]]:
         try:
-            async for chunk in chunks:
-                yield {"data": chunk.model_dump_json(exclude_unset=True, by_alias=True)}
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield {"data": _json(chunk)}
         except Exception as error:
             status, body = error_of(error)
             if status >= 500:
@@ -228,3 +252,9 @@ def event_stream(chunks: AsyncIterator[BaseModel], grace_s: float) -> EventSourc
     return EventSourceResponse(
         events(), sep="\n", ping=_PING_S, shutdown_event=anyio.Event(), shutdown_grace_period=grace_s
     )
+
+
+def _json(chunk: BaseModel | dict[str, Any]) -> str:
+    if isinstance(chunk, BaseModel):
+        return chunk.model_dump_json(exclude_unset=True, by_alias=True)
+    return json.dumps(chunk, ensure_ascii=False)

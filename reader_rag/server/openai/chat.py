@@ -9,20 +9,22 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from reader_rag.engine.outputs import Generation
-from reader_rag.server.access import CallerDep, ServiceDep
+from reader_rag.server.access import Caller, CallerDep, ServiceDep
 from reader_rag.server.openai.answers import (
     CallDelta,
     Part,
     ending,
     event_stream,
     merged,
+    started,
     submitted,
     until_disconnected,
 )
 from reader_rag.server.openai.logprobs import TokenSpeller
-from reader_rag.server.openai.prepared import Prepared, choices, prepare
+from reader_rag.server.openai.prepared import Prepared, check_model, choices, prepare
 from reader_rag.server.openai.responses import (
     FINGERPRINT,
     AnswerMessage,
@@ -51,6 +53,8 @@ async def chat_completions(
 ) -> ChatCompletion | Response:
     """Answer a chat, whole or as a stream of server-sent events."""
     base_url = str(request.base_url)
+    if service.engine is None:
+        return await _remote(request, body, service, caller, base_url)
     prepared = await until_disconnected(request, prepare(service, caller, body, base_url))
     calls = [] if prepared.call is None else choices(prepared.call, body.n)
     parts = await until_disconnected(request, submitted(prepared, calls))
@@ -58,6 +62,18 @@ async def chat_completions(
     if body.stream:
         return event_stream(answer.chunks(parts), service.config.grace)
     return await until_disconnected(request, answer.whole(parts))
+
+
+async def _remote(request: Request, body: ChatRequest, service: Service, caller: Caller, base_url: str) -> Response:
+    from reader_rag.server.openai.remote import RemoteAnswer  # it needs the extra `openai`
+
+    check_model(service, body)
+    answer = RemoteAnswer(service, body, "/chat/completions")
+    if body.model == service.docs_model:
+        await until_disconnected(request, answer.ground(caller, base_url))
+    if body.stream:
+        return event_stream(await started(answer.chunks()), service.config.grace)
+    return JSONResponse(await until_disconnected(request, answer.whole()))
 
 
 class _Answer:

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from reader_rag.engine.outputs import Generation, Stats
 from reader_rag.llm import ReaderLLM
@@ -17,7 +18,7 @@ from reader_rag.llm.calls import PreparedCall
 from reader_rag.sampling.logprobs import TokenLogprobs
 from reader_rag.server.access import Caller, CallerDep, ServiceDep
 from reader_rag.server.errors import ApiError
-from reader_rag.server.openai.answers import Part, event_stream, merged, submitted, until_disconnected
+from reader_rag.server.openai.answers import Part, event_stream, merged, started, submitted, until_disconnected
 from reader_rag.server.openai.logprobs import TokenSpeller
 from reader_rag.server.openai.prepared import Prepared, choices, known_model
 from reader_rag.server.openai.responses import (
@@ -42,11 +43,31 @@ async def completions(
     request: Request, body: CompletionRequest, service: ServiceDep, caller: CallerDep
 ) -> Completion | Response:
     """Continue one text or several, whole or as a stream of server-sent events."""
+    if service.engine is None:
+        return await _remote(request, body, service)
     answer = await until_disconnected(request, asyncio.to_thread(_Answer, service, caller, body))
     parts = await until_disconnected(request, submitted(Prepared(answer.llm, None), answer.calls))
     if body.stream:
         return event_stream(answer.chunks(parts), service.config.grace)
     return await until_disconnected(request, answer.whole(parts))
+
+
+async def _remote(request: Request, body: CompletionRequest, service: Service) -> Response:
+    from reader_rag.server.openai.remote import RemoteAnswer  # it needs the extra `openai`
+
+    _check_model(service, body)
+    answer = RemoteAnswer(service, body, "/completions")
+    if body.stream:
+        return event_stream(await started(answer.chunks()), service.config.grace)
+    return JSONResponse(await until_disconnected(request, answer.whole()))
+
+
+def _check_model(service: Service, body: CompletionRequest) -> None:
+    known_model(service, body.model)
+    if body.model == service.docs_model:
+        raise ApiError(
+            400, f"{body.model} answers chats: use POST /v1/chat/completions, or {service.model}", param="model"
+        )
 
 
 class _Answer:
@@ -67,11 +88,7 @@ class _Answer:
     """
 
     def __init__(self, service: Service, caller: Caller, body: CompletionRequest) -> None:
-        known_model(service, body.model)
-        if body.model == service.docs_model:
-            raise ApiError(
-                400, f"{body.model} answers chats: use POST /v1/chat/completions, or {service.model}", param="model"
-            )
+        _check_model(service, body)
         assert isinstance(service.llm, ReaderLLM)
         prompts = _prompts(body)
         if len(prompts) * (body.n or 1) > MOST_CHOICES:

@@ -49,7 +49,7 @@ class TokenSpeller:
             top: How many of the most probable ones are shown with each.
             offset: Characters of the text before them.
         """
-        found = CompletionLogprobs()
+        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])  # set: they are sent
         for of in tokens:
             if of.token_id in self._ends:
                 continue
