@@ -24,14 +24,20 @@ TEXTS = {
 def fill(store: DocumentStore, embedding: WordEmbedding, texts: dict[str, str]) -> None:
     """Store documents in nodes of one or two sentences."""
     splitter = SentenceSplitter(chunk_size=16, chunk_overlap=0, tokenizer=str.split)
+    hidden = ["file_path", "file_name"]
     documents = [
-        Document(id_=path, text=text, metadata={"file_path": path, "file_name": path.rpartition("/")[2]})
+        Document(
+            id_=path,
+            text=text,
+            metadata={"file_path": path, "file_name": path.rpartition("/")[2]},
+            excluded_llm_metadata_keys=hidden,
+            excluded_embed_metadata_keys=hidden,
+        )
         for path, text in texts.items()
     ]
     nodes = splitter(documents)
     for node in nodes:
         node.embedding = embedding.get_text_embedding(node.get_content())
-        node.excluded_llm_metadata_keys = ["file_path", "file_name"]
     store.replace_documents(nodes, [DocumentRecord(path=path, root="/docs", hash="0") for path in texts])
 
 
