@@ -9,9 +9,7 @@ from fastapi.responses import HTMLResponse
 
 app = FastAPI()
 client = openai.AsyncOpenAI(base_url=os.environ.get("READER_URL", "http://127.0.0.1:8000/v1"), api_key="none")
-PAGE = (
-    '<!doctype html><title>Ask</title><form><input name="q" value="{}"><button>Ask</button></form><p>{}</p>'
-)
+PAGE = '<!doctype html><title>Ask</title><form><input name="q" value="{}"><button>Ask</button></form><p>{}</p>'
 
 
 @app.get("/")

@@ -35,6 +35,7 @@ def test_a_client_with_the_openai_package(
     module = example("openai_client")
     edited = module.CODE.replace("area", "size")
     served = serve(TEXTS, llm=saying(tiny_engine, ANSWER, edited, CALL, "It is 12."))
+    capsys.readouterr()  # LlamaIndex prints how large the chunks are
     module.main(f"{served.url}/v1", "Where does the heron stand?")
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 5, printed
