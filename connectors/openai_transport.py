@@ -222,6 +222,7 @@ class _BodyCheck:
         self._bytes = 0
 
     def check_size(self, size: int) -> None:
+        """Refuse a size in bytes that is announced or reached."""
         if size > self._most_bytes:
             raise BoundExceededError(f"sends an answer of more than {self._most_bytes >> 20} MiB")
 
@@ -266,6 +267,7 @@ class _BoundedStream(httpx.SyncByteStream):
             yield piece
 
     def close(self) -> None:
+        """Close it."""
         self._stream.close()
 
 
@@ -280,6 +282,7 @@ class _BoundedAsyncStream(httpx.AsyncByteStream):
             yield piece
 
     async def aclose(self) -> None:
+        """Close it."""
         await self._stream.aclose()
 
 
@@ -317,21 +320,26 @@ class _Stream(httpcore.NetworkStream):
         self._stream = stream
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Read up to `max_bytes`."""
         with _bounded(timeout) as seconds:
             return self._stream.read(max_bytes, seconds)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Write all of a buffer."""
         with _bounded(timeout) as seconds:
             self._stream.write(buffer, seconds)
 
     def close(self) -> None:
+        """Close it."""
         self._stream.close()
 
     def start_tls(self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None) -> _Stream:
+        """The same connection, encrypted; its operations spend from the budget too."""
         with _bounded(timeout) as seconds:
             return _Stream(self._stream.start_tls(ssl_context, server_hostname, seconds))
 
     def get_extra_info(self, info: str) -> Any:
+        """What the connection below knows of itself, such as its socket."""
         return self._stream.get_extra_info(info)
 
 
@@ -342,23 +350,28 @@ class _AsyncStream(httpcore.AsyncNetworkStream):
         self._stream = stream
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Read up to `max_bytes`."""
         with _bounded(timeout) as seconds:
             return await self._stream.read(max_bytes, seconds)
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Write all of a buffer."""
         with _bounded(timeout) as seconds:
             await self._stream.write(buffer, seconds)
 
     async def aclose(self) -> None:
+        """Close it."""
         await self._stream.aclose()
 
     async def start_tls(
         self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
     ) -> _AsyncStream:
+        """The same connection, encrypted; its operations spend from the budget too."""
         with _bounded(timeout) as seconds:
             return _AsyncStream(await self._stream.start_tls(ssl_context, server_hostname, seconds))
 
     def get_extra_info(self, info: str) -> Any:
+        """What the connection below knows of itself, such as its socket."""
         return self._stream.get_extra_info(info)
 
 
@@ -376,10 +389,12 @@ class _Backend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> _Stream:
+        """Open a connection."""
         with _bounded(timeout) as seconds:
             return _Stream(self._backend.connect_tcp(host, port, seconds, local_address, socket_options))
 
     def sleep(self, seconds: float) -> None:
+        """Wait, between attempts to connect."""
         self._backend.sleep(seconds)
 
 
@@ -397,8 +412,10 @@ class _AsyncBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> _AsyncStream:
+        """Open a connection."""
         with _bounded(timeout) as seconds:
             return _AsyncStream(await self._backend.connect_tcp(host, port, seconds, local_address, socket_options))
 
     async def sleep(self, seconds: float) -> None:
+        """Wait, between attempts to connect."""
         await self._backend.sleep(seconds)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from llama_index.core.base.embeddings.base import BaseEmbedding
-from llama_index.core.schema import ImageNode, IndexNode, TextNode
+from llama_index.core.schema import ImageNode, IndexNode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores.types import (
     FilterCondition,
     FilterOperator,
@@ -200,6 +200,51 @@ class DocumentStoreContract(VectorStoreContract):
             ["east"],
             [],
         ]
+
+    def test_async_deletion_meets_every_condition(self, compass: DocumentStore) -> None:
+        async def use() -> list[list[str]]:
+            sea = MetadataFilters(filters=[where("land", "sea")])
+            await compass.adelete_nodes([node_id("north"), node_id("west")], filters=sea)
+            seen = [texts(await compass.aget_nodes())]
+            await asyncio.gather(compass.adelete_nodes(filters=sea), compass.adelete("b"), compass.adelete("unknown"))
+            return [*seen, texts(await compass.aget_nodes())]
+
+        assert asyncio.run(use()) == [["east", "northeast", "north"], ["northeast"]]
+        with pytest.raises(ConfigError, match="use clear"):
+            asyncio.run(compass.adelete_nodes())
+
+    def test_async_deletion_leaves_other_tenants_documents(self, store: DocumentStore) -> None:
+        ann, bob = store.for_tenant("ann"), store.for_tenant("bob")
+        for tenant in (ann, bob):
+            tenant.replace_documents([make_node("one", EAST, "same")], [DocumentRecord("same", "root", "1")])
+        asyncio.run(ann.adelete("same"))
+        assert (ann.num_nodes, ann.documents()) == (0, [])
+        assert (bob.num_nodes, bob.documents()) == (1, [DocumentRecord("same", "root", "1")])
+        asyncio.run(bob.adelete_nodes([node_id("one")]))
+        assert bob.num_nodes == 0
+
+    def test_every_condition_together_restricts_a_query(self, compass: DocumentStore) -> None:
+        late_or_hill = MetadataFilters(
+            filters=[where("year", 2004), where("land", "hill")], condition=FilterCondition.OR
+        )
+        filters = MetadataFilters(filters=[late_or_hill, where("tags", ["snow", "night"], FilterOperator.ANY)])
+        every = [node_id(name) for name in ("east", "northeast", "north", "west")]
+        assert found(compass, EAST, filters=filters, node_ids=every, doc_ids=["b", "c"]) == ["north", "west"]
+        assert found(compass, EAST, 1, filters=filters, node_ids=every, doc_ids=["c", "a"]) == ["west"]
+        assert found(compass, EAST, filters=filters, node_ids=every[:2], doc_ids=["b", "c"]) == []
+
+    def test_every_kind_of_relationship_is_kept(self, store: DocumentStore, place: Path) -> None:
+        node = make_node("middle", EAST, "doc")
+        for number, kind in enumerate(NodeRelationship):
+            related = RelatedNodeInfo(node_id=node_id(f"{kind}"), hash=f"{number}", metadata={"n": [number, None]})
+            node.relationships[kind] = [related, related] if kind == NodeRelationship.CHILD else related
+        node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="doc", metadata={"title": "Größe"})
+        store.replace_documents([node], [DocumentRecord("doc", "root", "1")])
+        store = self._again(store, place)
+        [back] = store.get_nodes([node_id("middle")])
+        [nearest] = result(store, EAST).nodes or []
+        assert back.relationships == nearest.relationships == node.relationships
+        self.close_store(store)
 
     def test_of_a_node_that_is_added_twice_at_once_the_last_is_kept(self, compass: DocumentStore) -> None:
         newest = make_node("east", [0.0, -2.0, 0.0], "c")

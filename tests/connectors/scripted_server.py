@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from llama_index.core.llms import ChatMessage
+
 Reply = Callable[["Handler"], None]
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
+HELLO = [ChatMessage(role="user", content="Hello?")]
 
 
 @dataclass
@@ -212,3 +215,22 @@ def silent(handler: Handler) -> None:
     """Sends nothing until the client leaves."""
     handler.server.script.left.wait(5)
     handler.close_connection = True
+
+
+def body(data: bytes, **headers: str) -> Reply:
+    """A reply with any body.
+
+    Args:
+        data: The body.
+        headers: More headers, with underscores in place of hyphens.
+    """
+
+    def reply(handler: Handler) -> None:
+        handler.send_response(200)
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.send_header("content-length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return reply

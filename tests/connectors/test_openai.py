@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from llama_index.core.llms import ChatMessage
 from llama_index.core.schema import NodeWithScore, TextNode
 from reader_rag.connectors.openai import ServerLLM
-from scripted_server import CHAT, COMPLETIONS, Script
+from scripted_server import CHAT, COMPLETIONS, HELLO, Script
 
 from reader_rag.errors import ConfigError, ModelNotFoundError
 from reader_rag.rag.prompts import QA_PROMPT, REFINE_PROMPT
 from reader_rag.rag.synthesis import GroundedSynthesizer, PromptBudget
-
-HELLO = [ChatMessage(role="user", content="Hello?")]
 
 
 def test_the_only_model_is_taken_with_its_context_window(url: str) -> None:

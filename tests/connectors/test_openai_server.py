@@ -7,13 +7,10 @@ import socket
 from typing import Any
 
 import pytest
-from llama_index.core.llms import ChatMessage
 from reader_rag.connectors.openai import ServerLLM
-from scripted_server import CHAT, MODELS, Handler, Reply, Script, failing, interrupted, silent
+from scripted_server import CHAT, HELLO, MODELS, Handler, Reply, Script, body, failing, interrupted, silent
 
 from reader_rag.errors import BusyError, ConfigError, ModelNotFoundError, PromptError, ReaderError, ServerError
-
-HELLO = [ChatMessage(role="user", content="Hello?")]
 
 
 @pytest.mark.parametrize("address", ["", "localhost:8000", "ftp://host/v1", "http:///v1", "http://host:none/v1"])
@@ -58,13 +55,7 @@ def test_an_invalid_list_of_models_raises_one_line(script: Script, url: str, ans
 
 
 def test_another_kind_of_server_raises_one_line(script: Script, url: str) -> None:
-    def page(handler: Handler) -> None:
-        handler.send_response(200)
-        handler.send_header("content-length", "13")
-        handler.end_headers()
-        handler.wfile.write(b"<html></html>")
-
-    script.replies[MODELS] = page
+    script.replies[MODELS] = body(b"<html></html>")
     with pytest.raises(ServerError, match="not as an OpenAI-compatible API does"):
         ServerLLM.connect(url)
 

@@ -11,15 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-from llama_index.core.llms import ChatMessage
 from reader_rag.connectors import openai_transport
 from reader_rag.connectors.openai import ServerLLM
 from reader_rag.connectors.openai_transport import BoundExceededError, TimeBudget, _EventCheck, _retry_after_s
-from scripted_server import CHAT, MODELS, Handler, Reply, Script, serving
+from scripted_server import CHAT, HELLO, MODELS, Handler, Reply, Script, body, serving
 
 from reader_rag.errors import BusyError, ReaderError, ServerError
-
-HELLO = [ChatMessage(role="user", content="Hello?")]
 
 
 def redirect(status: int, location: str) -> Reply:
@@ -62,20 +59,6 @@ def test_a_redirect_on_the_same_server_is_followed(script: Script, url: str) -> 
     script.replies[CHAT] = redirect(307, "/moved")
     script.replies["/moved"] = lambda handler: handler.say()
     assert llm.chat(HELLO).message.content == "The heron stands still."
-
-
-def body(data: bytes, **headers: str) -> Reply:
-    """A reply with any body."""
-
-    def reply(handler: Handler) -> None:
-        handler.send_response(200)
-        for name, value in headers.items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.send_header("content-length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    return reply
 
 
 def endless(piece: bytes) -> Reply:
@@ -177,7 +160,7 @@ async def test_an_answer_that_comes_byte_by_byte_ends_at_the_total_timeout(scrip
         list(llm.stream_chat(HELLO))
     with pytest.raises(ServerError, match=says):
         await llm.achat(HELLO)
-    assert len(script.bodies(CHAT)) == 3  # none is repeated
+    assert len(script.bodies(CHAT)) <= 3  # none is repeated; on a busy machine the time is over before one is sent
 
 
 def test_the_time_in_which_a_stream_is_not_read_is_not_spent(monkeypatch: pytest.MonkeyPatch) -> None:
