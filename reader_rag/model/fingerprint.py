@@ -34,7 +34,7 @@ _SAMPLED = 256
 """Numbers of each tensor that are read where there are no files; of a smaller tensor all are."""
 _OF_A_COPY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 """Fields of a configuration that do not change what the model computes, or are in the fingerprint by themselves."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raise it when quantised weights are computed, stored or multiplied otherwise than before."""
 
 
@@ -48,6 +48,7 @@ class QuantizationScheme:
         head: How the output head is stored: "int8", and a tied embedding is looked up in the same values; "half": in 16
             bits.
         folding: The scales of activations that were folded into the weights; "": none.
+        rounding: How weights are rounded to integers; "": to nearest.
         version: `FORMAT_VERSION` of the code that quantised.
     """
 
@@ -55,6 +56,7 @@ class QuantizationScheme:
     bits: int = 8
     head: str = "int8"
     folding: str = ""
+    rounding: str = ""
     version: int = FORMAT_VERSION
 
     def to_dict(self) -> dict[str, Any]:

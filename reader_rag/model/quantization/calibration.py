@@ -1,7 +1,8 @@
-"""Finds the scales that are folded into a model's weights, from its activations on a text that ships with the package.
+"""Quantises the decoder layers of a model for its activations on a text that ships with the package.
 
 A model is read layer by layer: hidden states of the text go through one decoder layer, whose weights may be mapped from
-a file and are converted to float32 one matrix at a time; then its factors are chosen.
+a file and are converted to float32 one matrix at a time. Then the factors that are folded into its weights are chosen,
+and its weights rounded for the second moments of their inputs.
 """
 
 from __future__ import annotations
@@ -19,17 +20,14 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from reader_rag.model.quantization.folding import ARCHITECTURES, Architecture, Fold, LayerFolding, architecture_of
-from reader_rag.model.quantization.int8 import quantise_rows
+from reader_rag.model.quantization.factors import best_factors
+from reader_rag.model.quantization.folding import ARCHITECTURES, Architecture, LayerFolding, architecture_of
+from reader_rag.model.quantization.gptq import InputMoments, round_weight
+from reader_rag.model.quantization.int8 import Int8Weight, quantise_weight
+from reader_rag.model.quantization.parts import limbs_of
 
-FOLDING = "smooth-1"
-"""Names how factors are chosen. Change it when they change: weights that were quantised before are then made anew."""
-
-_EXPONENTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-"""Of the activations' magnitude, in the factors that are tried; that of the weights' is the rest to 1."""
 _ROWS = 192
 """Rows of activations with which factors are compared."""
-_FEATURES_AT_ONCE = 1024
 
 
 class _Call(NamedTuple):
@@ -37,6 +35,18 @@ class _Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+class _Inputs(NamedTuple):
+    """What enters linear layers that share their inputs.
+
+    Attributes:
+        rows: float32 [rows, width], some rows of each text.
+        moments: Of all rows.
+    """
+
+    rows: list[torch.Tensor]
+    moments: InputMoments
 
 
 class Calibration:
@@ -55,9 +65,13 @@ class Calibration:
         if architecture is None:
             raise ValueError(f"what can be folded in {type(model).__name__} is not known")
         self._architecture = architecture
+        self._model = model
+        head = model.get_output_embeddings()
+        self._head = next((f"{name}.weight" for name, module in model.named_modules() if module is head), "")
         self.layers = list(_decoder(model).layers)
         self._next = 0
         self._folding = LayerFolding()
+        self._moments: dict[str, InputMoments] = {}
         self._names = {
             name: self.layers.index(module) for name, module in model.named_modules() if module in self.layers
         }
@@ -79,12 +93,24 @@ class Calibration:
         Returns:
             float32 where the parameter is in a decoder layer, else the parameter itself.
         """
-        for layer, index in self._names.items():
-            if name.startswith(f"{layer}."):
-                if index >= self._next:
-                    self._folding = self.fold_layer(index)
-                return self._folding.apply(name.removeprefix(f"{layer}."), parameter)
-        return parameter.detach()
+        own = self._in_layer(name)
+        return parameter.detach() if own is None else self._folding.apply(own, parameter)
+
+    @torch.no_grad()
+    def quantised(self, name: str, weight: torch.Tensor) -> Int8Weight:
+        """A weight with its factors in int8, that of a linear layer or of the output head rounded for its own inputs.
+
+        Args:
+            name: Its name, as for `folded`.
+            weight: Floating point [features, inputs]; not changed.
+        """
+        folded = self.folded(name, weight)
+        own = self._in_layer(name)
+        if own is not None:
+            moments = self._moments.get(own.removesuffix(".weight"))
+        else:
+            moments = self._head_moments() if name == self._head and self._next == len(self.layers) else None
+        return quantise_weight(folded) if moments is None else round_weight(folded, moments)
 
     @torch.no_grad()
     def fold_layer(self, index: int) -> LayerFolding:
@@ -98,22 +124,62 @@ class Calibration:
         self._next += 1
         layer = self.layers[index]
         inputs = self._run(index, layer)
+        self._moments = {name: one.moments for name, one in inputs.items()}
         folding = LayerFolding(self._architecture.norm_offset)
         for fold in self._architecture.folds:
             readers: list[Any] = [layer.get_submodule(name) for name in fold.readers]
-            factors = best_factors(torch.cat(inputs[fold]), [reader.weight for reader in readers])
+            one = inputs[fold.readers[0]]
+            factors = best_factors(
+                torch.cat(one.rows),
+                one.moments.root_mean_squares(),
+                [reader.weight for reader in readers],
+                limbs_of(fold.readers[0]),
+            )
             folding.add(fold, factors)
+            self._moments |= dict.fromkeys(fold.readers, one.moments.divided(factors))
         return folding
 
-    def _run(self, index: int, layer: nn.Module) -> dict[Fold, list[torch.Tensor]]:
-        """Compute the layer on all texts: the inputs of its readers, float32 [tokens, channels] of each text."""
-        inputs: dict[Fold, list[torch.Tensor]] = {fold: [] for fold in self._architecture.folds}
-        watched = {layer.get_submodule(fold.readers[0]): values.append for fold, values in inputs.items()}
-        with _in_float32(layer, watched):
+    def _in_layer(self, name: str) -> str | None:
+        """A parameter's name in its decoder layer, which is folded if it is the next one; None: it is in no layer."""
+        for layer, index in self._names.items():
+            if name.startswith(f"{layer}."):
+                if index >= self._next:
+                    self._folding = self.fold_layer(index)
+                return name.removeprefix(f"{layer}.")
+        return None
+
+    def _head_moments(self) -> InputMoments:
+        """Of what enters the output head, from the last layer's hidden states."""
+        head: Any = self._model.get_output_embeddings()
+        moments = InputMoments(head.in_features)
+        for hidden in self._hidden:
+            with _forwards(dict.fromkeys(self.layers, lambda *_, found=hidden, **__: found)):
+                states = _decoder(self._model)(inputs_embeds=hidden, use_cache=False).last_hidden_state
+            moments.add(states.flatten(0, -2).float())
+        return moments
+
+    def _run(self, index: int, layer: nn.Module) -> dict[str, _Inputs]:
+        """Compute the layer on all texts: what enters its linear layers, by their names."""
+        names = {module: name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+        normed = {name for fold in self._architecture.folds if "norm" in fold.source for name in fold.readers}
+        inputs: dict[str, _Inputs] = {}
+        every = max(sum(hidden.shape[1] for hidden in self._hidden) // _ROWS, 1)
+        seen: dict[str, torch.Tensor] = {}
+        with _in_float32(layer, lambda module, x: seen.__setitem__(names[module], x)):
             for number, calls in enumerate(self._calls):
                 call = calls[index]
                 out = layer(self._hidden[number], *call.args, **call.kwargs)
                 self._hidden[number] = out[0] if isinstance(out, tuple) else out
+                share = _shares(self._hidden[number])
+                known: dict[int, _Inputs] = {}
+                for name, x in seen.items():
+                    one = known.get(id(x)) or inputs.get(name) or _Inputs([], InputMoments(x.shape[-1]))
+                    if id(x) not in known:  # else another layer that reads the same has added it
+                        rows = x.flatten(0, -2) if name in normed else x.flatten(0, -2) * share
+                        one.moments.add(rows)
+                        one.rows.append(rows[::every].clone())
+                    known[id(x)] = inputs[name] = one
+                seen.clear()
         return inputs
 
 
@@ -146,44 +212,6 @@ def _templated(tokenizer: PreTrainedTokenizerBase, pair: dict[str, str]) -> str 
     except TemplateError:  # a template for other conversations; calibration needs no particular form
         return None
     return str(text)
-
-
-def best_factors(inputs: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """The factors with which int8 products of activations and weights are nearest to those in floating point.
-
-    Tried are `(activations' magnitude) ** a / (weights' magnitude) ** (1 - a)` for several a, and none (1.0).
-
-    Args:
-        inputs: float32 [rows, channels], activations.
-        weights: Floating point [features, channels] of each linear layer that reads them.
-
-    Returns:
-        float32 [channels].
-    """
-    rows = inputs[torch.linspace(0, len(inputs) - 1, min(_ROWS, len(inputs))).long()]
-    activations = inputs.square().mean(0).sqrt().clamp_(min=1e-5)
-    magnitudes = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0).clamp_(min=1e-5)
-    candidates = [torch.ones_like(activations)]
-    candidates += [activations**exponent / magnitudes ** (1 - exponent) for exponent in _EXPONENTS]
-    errors = [_error(rows, weights, factors) for factors in candidates]
-    return candidates[min(range(len(candidates)), key=errors.__getitem__)]
-
-
-def _error(rows: torch.Tensor, weights: list[torch.Tensor], factors: torch.Tensor) -> float:
-    """Squared error of int8 products relative to the products, summed over the layers."""
-    values, scales = quantise_rows(rows / factors)
-    quantised = values.float() * scales[:, None]
-    total = 0.0
-    for weight in weights:
-        error = exact = 0.0
-        for part in weight.split(_FEATURES_AT_ONCE):
-            part = part.float()
-            values, scales = quantise_rows(part * factors)
-            products = linear(rows, part)
-            error += float((linear(quantised, values.float() * scales[:, None]) - products).square().sum())
-            exact += float(products.square().sum())
-        total += error / max(exact, 1e-30)
-    return total
 
 
 def can_fold(model: PreTrainedModel) -> bool:
@@ -220,6 +248,18 @@ def _calls(
     return first[0], calls
 
 
+def _shares(hidden: torch.Tensor) -> torch.Tensor:
+    """How much an error counts that is added to hidden states: the next norm divides it by their magnitude.
+
+    Args:
+        hidden: float32 [1, tokens, width].
+
+    Returns:
+        float32 [tokens, 1].
+    """
+    return hidden.flatten(0, -2).square().mean(-1, keepdim=True).clamp_(min=1e-12).rsqrt()
+
+
 @contextmanager
 def _forwards(forwards: dict[nn.Module, Callable[..., torch.Tensor]]) -> Iterator[None]:
     """Modules with another `forward`."""
@@ -233,12 +273,12 @@ def _forwards(forwards: dict[nn.Module, Callable[..., torch.Tensor]]) -> Iterato
 
 
 @contextmanager
-def _in_float32(layer: nn.Module, watched: dict[nn.Module, Callable[[torch.Tensor], None]]) -> Iterator[None]:
+def _in_float32(layer: nn.Module, watch: Callable[[nn.Module, torch.Tensor], None]) -> Iterator[None]:
     """A layer that computes in float32, whatever the type of its weights.
 
     Args:
         layer: The layer.
-        watched: Called with the rows that enter a linear layer.
+        watch: Called with each linear layer in it and what enters it.
     """
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     matrices = {id(module.weight) for module in linears}
@@ -247,14 +287,13 @@ def _in_float32(layer: nn.Module, watched: dict[nn.Module, Callable[[torch.Tenso
     for parameter in others:
         parameter.data = parameter.data.float()
     try:
-        with _forwards({module: partial(_float32_linear, module, watched.get(module)) for module in linears}):
+        with _forwards({module: partial(_float32_linear, module, watch) for module in linears}):
             yield
     finally:
         for parameter, data in zip(others, stored, strict=True):
             parameter.data = data
 
 
-def _float32_linear(module: Any, watch: Callable[[torch.Tensor], None] | None, x: torch.Tensor) -> torch.Tensor:
-    if watch is not None:
-        watch(x.flatten(0, -2))
+def _float32_linear(module: Any, watch: Callable[[nn.Module, torch.Tensor], None], x: torch.Tensor) -> torch.Tensor:
+    watch(module, x)
     return linear(x, module.weight.float(), module.bias)

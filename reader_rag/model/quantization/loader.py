@@ -28,7 +28,7 @@ from reader_rag.model.fingerprint import (
     weights_fingerprint,
 )
 from reader_rag.model.quantization.cache import About, Entry, Work, read_or_make
-from reader_rag.model.quantization.calibration import FOLDING, Calibration, can_fold
+from reader_rag.model.quantization.calibration import Calibration, can_fold
 from reader_rag.model.quantization.checkpoints import (
     W8A8Checkpoint,
     open_float,
@@ -36,6 +36,8 @@ from reader_rag.model.quantization.checkpoints import (
     require_w8a8,
     stored_dtype,
 )
+from reader_rag.model.quantization.factors import FOLDING
+from reader_rag.model.quantization.gptq import ROUNDING
 from reader_rag.model.quantization.parts import Layout, assemble, is_linear, is_tied, layout_of, quantised_share
 from reader_rag.model.quantization.parts import tensors_of as tensors_of_parts
 from reader_rag.model.registry import get_model
@@ -43,7 +45,7 @@ from reader_rag.model.weights_cache import Progress
 
 SCHEME = QuantizationScheme()
 """Of models that this package quantises."""
-_OF_CHECKPOINTS = QuantizationScheme(head="half", folding="")
+_OF_CHECKPOINTS = QuantizationScheme(head="half")
 """Of models that are int8 already."""
 
 
@@ -62,8 +64,8 @@ def load_int8(
         source: A local folder, or a hub id (downloaded at need).
         dtype: Type of embedding and of all that stays in 16 bits.
         device: Where the model is computed.
-        tokenizer: Reads the text with which scales of activations are found that are folded into the weights; None:
-            none are folded.
+        tokenizer: Reads the text for whose activations weights are rounded, and scales of which are folded into them;
+            None: weights are rounded to nearest, and none are folded.
         trust_remote_code: Run model code that comes with the weights.
         progress: Called with a line before each long step.
 
@@ -80,10 +82,11 @@ def load_int8(
     quantization = quantization_of(config)
     if quantization is None:
         skeleton = _skeleton(config, trust_remote_code)
-        scheme = replace(SCHEME, folding=FOLDING if tokenizer is not None and can_fold(skeleton) else "")
+        is_calibrated = tokenizer is not None and can_fold(skeleton)
+        scheme = replace(SCHEME, folding=FOLDING, rounding=ROUNDING) if is_calibrated else SCHEME
         key = weights_fingerprint(folder_content(folder), revision_of(folder), _name(dtype), scheme)
-        folds = tokenizer if scheme.folding else None
-        work = partial(_work, folder, skeleton, dtype, folds, trust_remote_code=trust_remote_code)
+        reads = tokenizer if is_calibrated else None
+        work = partial(_work, folder, skeleton, dtype, reads, trust_remote_code=trust_remote_code)
         entry = read_or_make(key, work, progress)
         layout = layout_of(skeleton, scheme, dtype, is_tied=entry.about.is_tied)
     else:
@@ -115,7 +118,7 @@ def quantise_in_memory(model: PreTrainedModel, dtype: torch.dtype) -> PreTrained
     Raises:
         ConfigError: No linear layer of the model can be quantised.
     """
-    scheme = replace(SCHEME, folding="")
+    scheme = SCHEME
     skeleton = _skeleton(model.config, trust_remote_code=False)
     layout = layout_of(skeleton, scheme, dtype, is_tied=is_tied(model))
     _require_int8(type(model).__name__, skeleton, layout)
@@ -146,7 +149,7 @@ def _work(
     *,
     trust_remote_code: bool,
 ) -> Work:
-    """How a float checkpoint is quantised; with a tokenizer, scales are folded."""
+    """How a float checkpoint is quantised; with a tokenizer, for activations of the text."""
     model = open_float(folder, stored_dtype(folder), trust_remote_code=trust_remote_code)
     about = About(is_tied=is_tied(model), source=str(folder))
     layout = layout_of(skeleton, SCHEME, dtype, is_tied=about.is_tied)
@@ -155,7 +158,8 @@ def _work(
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         if tokenizer is None:
             return tensors_of_parts(model, layout)
-        return tensors_of_parts(model, layout, read=Calibration(model, tokenizer).folded)
+        calibration = Calibration(model, tokenizer)
+        return tensors_of_parts(model, layout, read=calibration.folded, quantise=calibration.quantised)
 
     return Work(about, shapes, tensors)
 

@@ -121,6 +121,7 @@ def tensors_of(
     layout: Layout,
     prefix: str = "",
     read: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, parameter: parameter.detach(),
+    quantise: Callable[[str, torch.Tensor], Int8Weight] = lambda _, weight: quantise_weight(weight),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that are stored of a model or of a part of it, in the order of its modules.
 
@@ -131,13 +132,14 @@ def tensors_of(
         layout: The forms of its modules.
         prefix: Name of a module; only what is in it is stored. "": all.
         read: From a parameter's name and the parameter, what is to be stored of it in floating point.
+        quantise: From a weight's name and the weight, what is to be stored of it in int8.
     """
     for name, module in model.named_modules():
         if prefix and name != prefix and not name.startswith(f"{prefix}."):
             continue
         form = layout.forms.get(name)
         if form in ("int8", "int8 table"):
-            weight = quantise_weight(read(f"{name}.weight", _weight(module)))
+            weight = quantise(f"{name}.weight", _weight(module))
             yield f"{name}.values", weight.values
             yield f"{name}.scales", weight.scales
         elif form in ("half", "half table"):

@@ -1,0 +1,85 @@
+"""Chooses the factors by which channels of the activations are divided, and the weights that read them multiplied.
+
+Factors trade the rounding of activations for that of weights: what makes a row of activations even makes those of
+weights uneven. Inputs that are multiplied in two limbs are hardly rounded, so their factors suit the weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+
+from reader_rag.model.quantization.int8 import quantise_rows, split_rows
+
+FOLDING = "smooth-2"
+"""Names how factors are chosen. Change it when they change: weights that were quantised before are then made anew."""
+
+_ACTIVATION_EXPONENTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+_WEIGHT_EXPONENTS = (0.0, 0.25, 0.5)
+"""Of magnitudes, in the factors that are tried."""
+_WEIGHTS_SHARE = 0.6
+"""Of the error of weights that are rounded to nearest, what is left of it where errors make up for each other."""
+_FEATURES = 512
+"""Features of each layer with which factors are compared."""
+_LEAST = 1e-4
+"""Magnitude of a channel that is hardly used, relative to the mean."""
+
+
+@torch.no_grad()
+def best_factors(
+    rows: torch.Tensor, magnitudes: torch.Tensor, weights: list[torch.Tensor], limbs: int = 1
+) -> torch.Tensor:
+    """The factors with which quantised products of activations and weights are nearest to those in floating point.
+
+    Tried are `activation ** a / weight ** b` of each channel's magnitudes for several a and b.
+
+    Args:
+        rows: float32 [rows, channels], some activations.
+        magnitudes: float32 [channels], root mean squares of all of them.
+        weights: Floating point [features, channels] of each linear layer that reads them.
+        limbs: Limbs of 8 bits in which these layers multiply the activations.
+
+    Returns:
+        float32 [channels], above 0.
+    """
+    activation = _relative(magnitudes)
+    weight = _relative(torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0))
+    chosen = [_some(weight, _FEATURES).float() for weight in weights]
+    best, least = torch.ones_like(activation), float("inf")
+    for a in _ACTIVATION_EXPONENTS:
+        for b in _WEIGHT_EXPONENTS:
+            factors = activation**a / weight**b
+            error = _error(rows, chosen, factors, limbs)
+            if error < least:
+                best, least = factors, error
+    return best
+
+
+def _error(rows: torch.Tensor, weights: list[torch.Tensor], factors: torch.Tensor, limbs: int) -> float:
+    """Squared error of quantised products relative to the products, summed over the layers."""
+    noise = _rounded(rows / factors, limbs) * factors - rows
+    total = 0.0
+    for weight in weights:
+        exact = float(linear(rows, weight).square().sum())
+        of_rows = float(linear(noise, weight).square().sum())
+        of_weight = float(linear(rows, _rounded(weight * factors, 1) / factors - weight).square().sum())
+        total += (of_rows + _WEIGHTS_SHARE * of_weight) / max(exact, 1e-30)
+    return total
+
+
+def _rounded(rows: torch.Tensor, limbs: int) -> torch.Tensor:
+    if limbs == 1:
+        values, scales = quantise_rows(rows)
+        return values.float() * scales[:, None]
+    both, scales = split_rows(rows)
+    return (256.0 * both[:, 0].float() + both[:, 1].float()) * scales[:, None]
+
+
+def _relative(magnitudes: torch.Tensor) -> torch.Tensor:
+    """Magnitudes in units of their mean, none of them 0."""
+    return (magnitudes / magnitudes.mean().clamp_(min=1e-30)).clamp_(min=_LEAST)
+
+
+def _some(rows: torch.Tensor, most: int) -> torch.Tensor:
+    """At most so many rows, evenly spread."""
+    return rows[torch.linspace(0, len(rows) - 1, min(most, len(rows))).long()]
