@@ -167,7 +167,8 @@ def test_everything_that_decides_what_is_computed_is_in_the_fingerprint() -> Non
         ("content", "", "float32", QuantizationScheme(bits=4)),
         ("content", "", "float32", QuantizationScheme(head="half")),
         ("content", "", "float32", QuantizationScheme(folding="a")),
-        ("content", "", "float32", QuantizationScheme(version=2)),
+        ("content", "", "float32", QuantizationScheme(rounding="a")),
+        ("content", "", "float32", QuantizationScheme(version=99)),
     ]
     assert len({weights_fingerprint(*variant) for variant in variants}) == len(variants)
 

@@ -25,7 +25,7 @@ _COLUMNS = 128
 """Inputs that are rounded before the weights of the block's other inputs are changed."""
 _NUMBERS_AT_ONCE = 1 << 22
 """Of a weight that is rounded, in float32."""
-_DAMPING = 0.1
+_DAMPING = 0.2
 """Of the mean squared input, added to each: the text is short, and its correlations are partly chance."""
 
 

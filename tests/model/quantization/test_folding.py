@@ -14,8 +14,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerF
 
 from reader_rag.model.fingerprint import quantization_scheme
 from reader_rag.model.loading import load_model
-from reader_rag.model.quantization.calibration import FOLDING, Calibration, best_factors, can_fold, texts
+from reader_rag.model.quantization.calibration import Calibration, can_fold, texts
+from reader_rag.model.quantization.factors import FOLDING, best_factors
 from reader_rag.model.quantization.folding import ARCHITECTURES, Architecture, LayerFolding, architecture_of
+from reader_rag.model.quantization.gptq import ROUNDING, InputMoments, round_weight
 from reader_rag.model.quantization.int8 import quantise_rows, quantise_weight
 
 NAMES = (
@@ -109,22 +111,36 @@ def test_layers_are_calibrated_by_the_models_own_activations(
     layers = model.get_decoder().layers
     architecture = declared(model)
     seen: dict[nn.Module, list[torch.Tensor]] = {}
-    readers = {layer.get_submodule(fold.readers[0]) for layer in layers for fold in architecture.folds}
-    for reader in readers:
-        reader.register_forward_pre_hook(lambda module, args: seen.setdefault(module, []).append(args[0][0]))
+
+    def record(module: nn.Module, args: Any, out: Any = None) -> None:
+        value = args[0] if out is None else out[0] if isinstance(out, tuple) else out
+        seen.setdefault(module, []).append(value[0])
+
+    linears = [{n: m for n, m in layer.named_modules() if isinstance(m, nn.Linear)} for layer in layers]
+    handles = [m.register_forward_pre_hook(record) for of_layer in linears for m in of_layer.values()]
+    handles += [layer.register_forward_hook(record) for layer in layers]
     for token_ids in texts(tiny_tokenizer, model.config.max_position_embeddings):
         model(token_ids)
+    for handle in handles:
+        handle.remove()
     calibration = Calibration(model, tiny_tokenizer)
-    seen_by_model = {reader: torch.cat(rows) for reader, rows in seen.items()}
     before = {key: value.clone() for key, value in model.state_dict().items()}
+    normed = {reader for fold in architecture.folds if "norm" in fold.source for reader in fold.readers}
     for index, layer in enumerate(layers):
         folding = calibration.fold_layer(index)
-        expected = LayerFolding(architecture.norm_offset)
-        for fold in architecture.folds:
-            weights = [layer.get_submodule(reader).weight for reader in fold.readers]
-            expected.add(fold, best_factors(seen_by_model[layer.get_submodule(fold.readers[0])], weights))
-        for own, parameter in layer.named_parameters():
-            assert torch.allclose(folding.apply(own, parameter), expected.apply(own, parameter), rtol=1e-4), own
+        residual = torch.cat(seen[layer]).square().mean(-1, keepdim=True).sqrt()
+        scales = dict(folding._factors)
+        assert set(scales) == set(architecture.folds)
+        assert all(bool((factors > 0).all()) and bool(factors.isfinite().all()) for factors in scales.values())
+        for own, module in linears[index].items():
+            rows = torch.cat(seen[module])
+            # Residuals are divided by the next norm, so that large ones count less.
+            rows = rows if own in normed else rows / residual
+            for fold, factors in scales.items():
+                rows = rows / factors if own in fold.readers else rows
+            expected = rows.double().T @ rows.double()
+            found = torch.block_diag(*calibration._moments[own].blocks)
+            assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.diagonal().max())), own
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -174,14 +190,15 @@ def test_loaded_models_have_folded_weights(
     loaded: Any = load_model(tmp_path / "model", quantization="int8", device="cpu")[0]
     scheme = quantization_scheme(loaded)
     assert scheme is not None
-    assert scheme.folding == folding
-    read = Calibration(original, tiny_tokenizer).folded if folding else lambda _, parameter: parameter.detach()
+    assert (scheme.folding, scheme.rounding) == (folding, ROUNDING if folding else "")
+    calibration = Calibration(original, tiny_tokenizer) if folding else None
+    read = calibration.folded if calibration else lambda _, parameter: parameter.detach()
     for part in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
         stored = loaded.get_submodule(f"model.layers.0.{part}").quantised
-        weight = quantise_weight(
-            read(f"model.layers.0.{part}.weight", original.model.layers[0].get_submodule(part).weight)
-        )
+        floats = read(f"model.layers.0.{part}.weight", original.model.layers[0].get_submodule(part).weight)
+        weight = round_weight(floats, calibration._moments[part]) if calibration else quantise_weight(floats)
         assert torch.equal(stored.values, weight.values), part
+        assert torch.equal(stored.scales, weight.scales), part
     norm = read("model.layers.0.input_layernorm.weight", original.model.layers[0].input_layernorm.weight)
     assert torch.equal(loaded.model.layers[0].input_layernorm.weight, norm)
     ids = torch.arange(3, 60)[None]
@@ -196,31 +213,78 @@ def int8_error(inputs: torch.Tensor, weight: torch.Tensor) -> float:
     return float((rounded[0] @ rounded[1].T - exact).square().sum() / exact.square().sum())
 
 
+def magnitudes(inputs: torch.Tensor) -> torch.Tensor:
+    return inputs.square().mean(0).sqrt()
+
+
 def test_factors_even_out_channels_that_are_much_larger_than_others() -> None:
     generator = torch.Generator().manual_seed(3)
     inputs, weight = torch.randn(300, 64, generator=generator), torch.randn(48, 64, generator=generator)
     inputs[:, 7] *= 100.0
     weight[:, 7] /= 100.0
-    factors = best_factors(inputs, [weight])
+    factors = best_factors(inputs, magnitudes(inputs), [weight])
     assert factors[7] > 5.0 * factors[8]
     assert int8_error(inputs / factors, weight * factors) < 0.1 * int8_error(inputs, weight)
+
+
+def test_factors_of_two_limbs_suit_the_weights() -> None:
+    generator = torch.Generator().manual_seed(3)
+    inputs, weight = torch.randn(300, 64, generator=generator), torch.randn(48, 64, generator=generator)
+    inputs[:, 7] *= 100.0
+    weight[:, 9] *= 30.0
+
+    def error(limbs: int) -> float:
+        factors = best_factors(inputs, magnitudes(inputs), [weight], limbs)
+        rounded = quantise_weight(weight * factors)
+        weights = rounded.values.float() * rounded.scales[:, None] / factors
+        return float((inputs @ (weights - weight).T).square().sum())
+
+    assert error(2) < 0.8 * error(1)
 
 
 def test_channels_that_are_never_used_get_factors_all_the_same() -> None:
     inputs, weight = torch.randn(10, 8), torch.randn(4, 8)
     inputs[:, 2] = 0.0
     weight[:, 3] = 0.0
-    factors = best_factors(inputs, [weight])
+    factors = best_factors(inputs, magnitudes(inputs), [weight])
     assert bool(factors.isfinite().all())
     assert float(factors.min()) > 0.0
+    nothing = best_factors(torch.zeros(10, 8), torch.zeros(8), [torch.zeros(4, 8)])
+    assert bool(nothing.isfinite().all())
+    assert float(nothing.min()) > 0.0
+
+
+def test_the_output_head_is_rounded_for_the_models_last_states(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model: Any = model_of("Llama")
+    seen: list[torch.Tensor] = []
+    handle = model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    with torch.no_grad():
+        for token_ids in texts(tiny_tokenizer, model.config.max_position_embeddings):
+            model(token_ids)
+    handle.remove()
+    moments = InputMoments(32)
+    moments.add(torch.cat(seen))
+    calibration = Calibration(model, tiny_tokenizer)
+    early = calibration.quantised("lm_head.weight", model.lm_head.weight)
+    nearest = quantise_weight(model.lm_head.weight.detach())
+    assert torch.equal(early.values, nearest.values)  # the layers before it were not run yet
+    for index in range(len(calibration.layers)):
+        calibration.fold_layer(index)
+    head = calibration.quantised("lm_head.weight", model.lm_head.weight)
+    assert torch.equal(head.scales, nearest.scales)
+    expected = round_weight(model.lm_head.weight, moments).values
+    assert float((head.values == expected).float().mean()) > 0.99  # sums are taken in another order
+    assert float((head.values == nearest.values).float().mean()) < 0.99
+    table = calibration.quantised("model.embed_tokens.weight", model.model.embed_tokens.weight)
+    assert torch.equal(table.values, quantise_weight(model.model.embed_tokens.weight.detach()).values)
 
 
 def test_texts_have_the_models_own_form(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     templated = texts(tiny_tokenizer)
     first = tiny_tokenizer.decode(templated[0][0])
     assert first.startswith(f"{tiny_tokenizer.bos_token}user: Answer the question")
-    assert [ids.shape[0] for ids in templated] == [1] * 8
-    assert [ids.shape[1] for ids in texts(tiny_tokenizer, 50)] == [50] * 8
+    assert [ids.shape[0] for ids in templated] == [1] * 28
+    assert [ids.shape[1] for ids in texts(tiny_tokenizer, 50)] == [50] * 28
     plain = copy.deepcopy(tiny_tokenizer)
     plain.chat_template = None
     refusing = copy.deepcopy(tiny_tokenizer)
