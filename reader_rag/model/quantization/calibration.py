@@ -26,6 +26,8 @@ from reader_rag.model.quantization.gptq import InputMoments, round_weight
 from reader_rag.model.quantization.int8 import Int8Weight, quantise_weight
 from reader_rag.model.quantization.parts import limbs_of
 
+_TOKENS = 8192
+"""Most tokens of the text: their hidden states are in memory."""
 _ROWS = 192
 """Rows of activations with which factors are compared."""
 
@@ -160,7 +162,9 @@ class Calibration:
 
     def _run(self, index: int, layer: nn.Module) -> dict[str, _Inputs]:
         """Compute the layer on all texts: what enters its linear layers, by their names."""
-        names = {module: name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+        names: dict[nn.Module, str] = {
+            module: name for name, module in layer.named_modules() if isinstance(module, nn.Linear)
+        }
         normed = {name for fold in self._architecture.folds if "norm" in fold.source for name in fold.readers}
         inputs: dict[str, _Inputs] = {}
         every = max(sum(hidden.shape[1] for hidden in self._hidden) // _ROWS, 1)
@@ -186,6 +190,8 @@ class Calibration:
 def texts(tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> list[torch.Tensor]:
     """The text that ships with the package, as conversations in the model's own form: int64 [1, tokens] of each.
 
+    Of tokenizers that need more than 8,192 tokens for it (bytes), the last conversations are left out.
+
     Args:
         tokenizer: Where it has no chat template for a question and its answer, they follow each other as they are.
         most: Tokens that are kept of a conversation; None: all.
@@ -198,7 +204,9 @@ def texts(tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> list[t
             ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer(f"{pair['user']}\n\n{pair['assistant']}")["input_ids"]
-        found.append(torch.tensor([ids[:most]]))
+        kept = torch.tensor([ids[:most]])[:, : _TOKENS - sum(one.shape[1] for one in found)]
+        if kept.shape[1]:
+            found.append(kept)
     return found
 
 

@@ -23,7 +23,7 @@ _BLOCK = 1024
 """Most inputs whose moments are kept together: time and memory grow with the square of the width otherwise."""
 _COLUMNS = 128
 """Inputs that are rounded before the weights of the block's other inputs are changed."""
-_NUMBERS_AT_ONCE = 1 << 22
+_NUMBERS_AT_ONCE = 1 << 20
 """Of a weight that is rounded, in float32."""
 _DAMPING = 0.2
 """Of the mean squared input, added to each: the text is short, and its correlations are partly chance."""
@@ -157,7 +157,8 @@ def _error_shares(moments: torch.Tensor) -> torch.Tensor:
     damped = moments + torch.eye(len(moments), dtype=torch.float64) * (_DAMPING * mean if mean > 0 else 1.0)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     upper = torch.linalg.cholesky(inverse, upper=True)
-    return (upper / upper.diagonal()[:, None]).float()
+    shares: torch.Tensor = upper / upper.diagonal()[:, None]
+    return shares.float()
 
 
 @njit(parallel=True, cache=True)
@@ -176,7 +177,7 @@ def _round_columns(
         errors: float32 [features, inputs], filled with the error of each when it was rounded, in steps.
     """
     features, inputs = work.shape
-    for feature in prange(features):  # type: ignore[attr-defined]
+    for feature in prange(features):
         row = work[feature]
         for column in range(inputs):
             value = min(max(np.rint(row[column]), np.float32(-GREATEST)), np.float32(GREATEST))
