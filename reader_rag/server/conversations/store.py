@@ -135,7 +135,10 @@ class Conversations:
                 "SELECT id, title, updated, messages FROM conversations WHERE id = ? AND tenant = ? AND key = ?",
                 (id_, owner.tenant, owner.key),
             ).fetchone()
-        return None if row is None else Conversation(*row[:3], tuple(json.loads(row[3])))
+        if row is None:
+            return None
+        found, title, updated, messages = row
+        return Conversation(found, title, updated, tuple(json.loads(messages)))
 
     def add(self, owner: Owner, title: str, messages: tuple[dict[str, Any], ...]) -> Conversation:
         """Keep a new conversation.
