@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from llama_index.core.llms.llm import LLM
 from word_embedding import WordEmbedding
 
 from reader_rag.engine.engine import Engine
@@ -46,20 +47,25 @@ def service(tiny_engine: Engine, embedding: WordEmbedding, tmp_path: Path) -> It
 
 @pytest.fixture
 def make_client(service: Service) -> Iterator[MakeClient]:
-    """Makes clients: `make_client(config=..., keys=..., key=...)`; all arguments are optional.
+    """Makes clients: `make_client(config=..., keys=..., key=..., llm=...)`; all arguments are optional.
 
-    `config` has fields of `ServerConfig` by name; `key` is sent with every request.
+    `config` has fields of `ServerConfig` by name; `key` is sent with every request; `llm` answers in place of the tiny
+    model.
     """
     opened: list[TestClient] = []
 
     def make(
-        config: dict[str, Any] | None = None, keys: KeyRing | None = None, key: str = "", base_url: str = BASE_URL
+        config: dict[str, Any] | None = None,
+        keys: KeyRing | None = None,
+        key: str = "",
+        llm: LLM | None = None,
     ) -> TestClient:
-        changed = replace(service, config=replace(service.config, **(config or {})), keys=keys)
+        settings = replace(service.config, **(config or {}))
+        changed = replace(service, config=settings, keys=keys, llm=llm or service.llm)
         if config is not None and service.library is not None:
             library = Library(service.library.store, service.library.embedding, service.library.folder, changed.config)
             changed = replace(changed, library=library, jobs=Jobs(library, changed.config))
-        client = TestClient(create_app(changed), base_url=base_url, raise_server_exceptions=False)
+        client = TestClient(create_app(changed), base_url=BASE_URL, raise_server_exceptions=False)
         if key:
             client.headers["Authorization"] = f"Bearer {key}"
         client.__enter__()
