@@ -56,7 +56,7 @@ class ServiceMetrics:
 
     def close(self) -> None:
         """Observe the engine no longer."""
-        if self._engine is not None and self._observer in self._engine.observers:
+        if self._engine is not None and self._observer is not None and self._observer in self._engine.observers:
             self._engine.observers.remove(self._observer)
 
     def exposition(self) -> bytes:

@@ -159,7 +159,7 @@ def make_server(service: Service, on_started: Callable[[], None] = lambda: None)
     """
     config = service.config
     # Streams would else be cut off at the signal.
-    AppStatus.disable_automatic_graceful_drain()
+    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     settings = uvicorn.Config(
         create_app(service),
         http=slow_header_protocol(config.header_seconds),

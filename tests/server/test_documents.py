@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from llama_index.core.schema import TextNode
+from made_files import pdf
 from waiting_jobs import upload, upload_files
 
 from reader_rag.server.documents.library import safe_name
@@ -64,7 +66,7 @@ def test_files_that_cannot_be_read_are_listed_with_reasons(client: TestClient) -
 def test_an_upload_without_a_readable_file_fails_and_leaves_nothing(client: TestClient, service: Service) -> None:
     job = upload_files(client, {"binary.txt": b"\x00\x01\x02", "empty.txt": b""})
     assert (job["state"], job["error"]) == ("failed", "none of the files can be ingested")
-    assert [each["name"] for each in job["skipped"]] == ["binary.txt", "empty.txt"]
+    assert {each["name"]: each["reason"] for each in job["skipped"]} == {"binary.txt": "binary", "empty.txt": "empty"}
     assert service.library is not None
     assert [path for path in service.library.folder.glob("originals/*/*/*") if path.is_file()] == []
 
@@ -238,3 +240,19 @@ def test_the_version_is_of_the_text() -> None:
 def test_the_address_of_a_citation() -> None:
     url = citation_url("http://127.0.0.1:8000/", "d" * 24, "v" * 16, 3, 9)
     assert url == f"http://127.0.0.1:8000/#/documents/{'d' * 24}?v={'v' * 16}&start=3&end=9"
+
+
+def test_a_pdf_has_the_numbers_that_viewers_go_by(client: TestClient) -> None:
+    pypdf = pytest.importorskip("pypdf")
+    writer = pypdf.PdfWriter(clone_from=io.BytesIO(pdf("The preface.", "The heron waits.")))
+    writer.set_page_label(0, 0, style="/r")
+    writer.set_page_label(1, 1, style="/D")
+    file = io.BytesIO()
+    writer.write(file)
+    upload_files(client, {"birds.pdf": file.getvalue()})
+    (document,) = _documents(client)
+    content = client.get(f"/api/documents/{document['id']}").json()
+    pages = [(page["number"], page["label"], content["text"][page["start"] : page["end"]]) for page in content["pages"]]
+    assert pages == [(1, "i", "The preface."), (2, "1", "The heron waits.")]
+    original = client.get(f"/api/documents/{document['id']}/original")
+    assert original.headers["content-type"] == "application/pdf"

@@ -208,8 +208,7 @@ class Jobs:
             )
             skipped = result.skipped
         except IngestError as error:
-            reasons = getattr(error, "skipped", ())
-            skipped = tuple(reasons) or tuple(SkippedFile(place, str(error)) for place in places)
+            skipped = tuple(error.skipped) or skipped
             failure = "none of the files can be ingested"
         finally:
             self._settle(places, {Path(file.path) for file in skipped})

@@ -18,6 +18,8 @@ logging.getLogger("pypdf").setLevel(logging.CRITICAL)
 def read(data: bytes, suffix: str, encoding: str) -> Iterator[Section]:
     """The pages of a PDF file, with its own labels ("iv", "12") as `page_label`.
 
+    Where the label of a page is not its number, counted from 1, that is `page_number`: PDF viewers go by it.
+
     Args:
         data: Content of the file.
         suffix: Unused.
@@ -30,10 +32,11 @@ def read(data: bytes, suffix: str, encoding: str) -> Iterator[Section]:
         pdf = pypdf.PdfReader(io.BytesIO(data))
         labels = pdf.page_labels
         has_text = False
-        for page, label in zip(pdf.pages, labels, strict=True):
+        for number, (page, label) in enumerate(zip(pdf.pages, labels, strict=True), start=1):
             text = page.extract_text()
             has_text = has_text or bool(text.strip())
-            yield Section(text, {"page_label": str(label)})
+            numbered = {} if str(label) == str(number) else {"page_number": str(number)}
+            yield Section(text, {"page_label": str(label), **numbered})
     except (FileNotDecryptedError, DependencyError) as error:
         raise UnusableFileError("encrypted: save it without its password") from error
     if labels and not has_text:
