@@ -151,10 +151,12 @@ function originals(found, split, page) {
   const show = h("button", { type: "button", class: "text", text: "Original", "aria-pressed": "false" });
   show.addEventListener("click", async () => {
     const frame = split.querySelector("iframe");
+    const place = () => split.querySelector("mark")?.scrollIntoView({ block: "center" });
     if (frame) {
       frame.remove();
       split.style.gridTemplate = "minmax(0, 1fr) / minmax(0, 1fr)";
       show.setAttribute("aria-pressed", "false");
+      place();
       return;
     }
     try {
@@ -162,6 +164,7 @@ function originals(found, split, page) {
       split.style.gridTemplate = "";
       split.append(h("iframe", { src: `${original}#page=${page ?? 1}`, title: `${found.name}, the original` }));
       show.setAttribute("aria-pressed", "true");
+      place();
     } catch (error) {
       showError(error);
     }

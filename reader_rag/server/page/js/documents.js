@@ -66,9 +66,9 @@ export class Documents {
         h(
           "li",
           { class: "document-row" },
-          h("a", { class: "document-name", href: placeHash({ document: one.id, version: one.version }), text: one.title || one.name }),
+          h("a", { class: "document-name", href: placeHash({ document: one.id, version: one.version }), text: one.name }),
           h("span", { class: "meta", text: meta(one) }),
-          h("button", { type: "button", class: "text", text: "Delete", "aria-label": `Delete ${one.title || one.name}`, onclick: () => this.remove(one) }),
+          h("button", { type: "button", class: "text", text: "Delete", "aria-label": `Delete ${one.name}`, onclick: () => this.remove(one) }),
         ),
       ),
     );
@@ -76,7 +76,7 @@ export class Documents {
   }
 
   async remove(one) {
-    const name = one.title || one.name;
+    const name = one.name;
     try {
       const { undo } = await callJson(`api/documents/${encodeURIComponent(one.id)}`, { method: "DELETE" });
       this.known = this.known.filter((other) => other.id !== one.id);

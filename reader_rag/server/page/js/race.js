@@ -55,9 +55,14 @@ async function run(response, onstate) {
 function lanes(result, player) {
   const reader = lane("reader", "With drafts", result.reader);
   const plain = lane("plain", "Plain decoding", result.plain);
-  const again = h("button", { type: "button", class: "button", id: "race-again", text: "Play again", onclick: () => play([reader, plain], player) });
-  play([reader, plain], player);
-  return [h("div", { class: "race-lanes" }, reader.node, plain.node), h("div", { class: "race-foot" }, verdict(result), again)];
+  const said = h("p", { class: "verdict", role: "status" });
+  const start = () => {
+    said.replaceChildren();
+    play([reader, plain], player, () => said.replaceChildren(...verdict(result)));
+  };
+  const again = h("button", { type: "button", class: "button", id: "race-again", text: "Play again", onclick: start });
+  start();
+  return [h("div", { class: "race-lanes" }, reader.node, plain.node), h("div", { class: "race-foot" }, said, again)];
 }
 
 /** Whether the tokens agree, and how much sooner the drafted answer was complete. */
@@ -67,7 +72,7 @@ function verdict(result) {
   const same = result.agree
     ? `Both gave the same ${counted(result.reader.tokens, "token")}.`
     : `The tokens differ${Number.isInteger(result.first_difference) ? ` from token ${result.first_difference + 1} on` : ""}; in 16-bit types rounding can decide a tie.`;
-  return h("p", { class: "verdict", role: "status" }, h("span", { class: "factor", text: speed }), ` ${same}`);
+  return [h("span", { class: "factor", text: speed }), ` ${same}`];
 }
 
 const duration = (side) => Math.max(1e-6, side.events.at(-1)?.[0] ?? 0);
@@ -98,11 +103,12 @@ function lane(name, title, side) {
   };
 }
 
-function play(all, player) {
+function play(all, player, onend) {
   cancelAnimationFrame(player.frame);
   const end = Math.max(...all.map((one) => one.last));
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) {
     all.forEach((one) => one.draw(end));
+    onend();
     return;
   }
   const begin = performance.now();
@@ -110,6 +116,7 @@ function play(all, player) {
     const seconds = (performance.now() - begin) / 1000;
     all.forEach((one) => one.draw(seconds));
     if (seconds < end) player.frame = requestAnimationFrame(step);
+    else onend();
   };
   step();
 }
