@@ -68,6 +68,12 @@ def serve(
     upload_bytes: Annotated[int, setting_option(ServerConfig, "upload_bytes")] = ServerConfig.upload_bytes,
     file_bytes: Annotated[int, setting_option(ServerConfig, "file_bytes")] = ServerConfig.file_bytes,
     originals_bytes: Annotated[int, setting_option(ServerConfig, "originals_bytes")] = ServerConfig.originals_bytes,
+    markdown_footer: Annotated[
+        bool,
+        typer.Option(
+            "--markdown-footer", help="Write the sources under answers, too, for clients that drop annotations."
+        ),
+    ] = ServerConfig.markdown_footer,
     grace: Annotated[float, setting_option(ServerConfig, "grace")] = ServerConfig.grace,
     max_tokens: MaxTokens = SamplingParams.max_tokens,
     tenant: Tenant = "",
@@ -98,6 +104,7 @@ def serve(
         upload_bytes=upload_bytes,
         file_bytes=file_bytes,
         originals_bytes=originals_bytes,
+        markdown_footer=markdown_footer,
         grace=grace,
     )
     models = ModelOptions(

@@ -148,7 +148,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     complete: bool
-    text: str = ""
+    text: str
 
 
 @dataclass(frozen=True)
@@ -254,9 +254,9 @@ class ToolRequest:
             try:
                 arguments, end = decoder.raw_decode(text, head.end())
             except json.JSONDecodeError:
-                calls.append(ToolCall(name, _partial(text[head.end() :]), complete=False))
+                calls.append(ToolCall(name, _partial(text[head.end() :]), complete=False, text=text[head.end() :]))
                 break
-            calls.append(ToolCall(name, arguments, complete=True))
+            calls.append(ToolCall(name, arguments, complete=True, text=text[head.end() : end]))
             head = pattern.match(text, end)
         return calls
 

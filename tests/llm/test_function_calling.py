@@ -599,3 +599,24 @@ class TestRealModel:
         assert (output.response.content or "").strip()
         assert not [block for block in output.response.blocks if isinstance(block, ToolCallBlock)]
         assert len(output.tool_calls) >= number % 2
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        (ToolFormat("json", native=False), '{"name": "now", "arguments": {"a": 1}}\n{"name": "now", "arguments": {}}'),
+        (
+            ToolFormat("mistral-args", True, "[TOOL_CALLS]", separator="[ARGS]"),
+            '[TOOL_CALLS]now[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}',
+        ),
+    ],
+)
+def test_the_text_of_arguments_grows_up_to_the_whole(form: ToolFormat, answer: str) -> None:
+    tools = ({"type": "function", "function": {"name": "now", "parameters": {}}},)
+    request = ToolRequest(form, tools, required=False, parallel=True)
+    written = ["", ""]
+    for end in range(1, len(answer) + 1):
+        for number, call in enumerate(request.parse(answer[:end], whole=end == len(answer))[1]):
+            assert call.text.startswith(written[number])
+            written[number] = call.text
+    assert written == ['{"a": 1}', "{}"]

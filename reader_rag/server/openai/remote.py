@@ -107,7 +107,7 @@ class RemoteAnswer:
             answer: dict[str, Any] = await self._server.async_client.post(
                 self._path,
                 body=self._request,
-                cast_to=dict[str, Any],  # type: ignore[arg-type]
+                cast_to=dict[str, Any],
             )
         answer["model"] = self._body.model
         for choice in answer.get("choices", ()):
