@@ -46,6 +46,7 @@ test-attack: $(INSTALLED_DEV) ## Run the fuzzers of hostile files, requests and 
 test-browser: $(INSTALLED_DEV) ## Run the tests of the web page in a headless Chromium, which must be installed
 	$(BIN)/python -m pytest -q -m browser tests/server/page $(PYTEST_ARGS)
 
+.PHONY: soak
 soak: $(INSTALLED_DEV) ## Ask, ingest, delete, cancel and kill for an hour, and report what was lost or wrong; SOAK_SECONDS=600
 	$(BIN)/python tests/soak/soak.py --seconds $(SOAK_SECONDS) $(SOAK_ARGS)
 
