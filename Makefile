@@ -81,7 +81,7 @@ typecheck: layout ## Check types, strictly
 	cd $(LAYOUT) && ../bin/python -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p reader_rag
 
 docs: layout ## Build the documentation site into site/: strictly, without a network
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean
 
 release-check: $(INSTALLED_DEV) ## Build wheel and sdist into dist/, and try the wheel alone, with each extra, in an empty environment
 	HF_HUB_OFFLINE=1 $(BIN)/python .ci/release_check.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -55,3 +56,10 @@ def test_a_folder_of_the_source_lists_its_modules_and_what_they_have(site: Modul
     page = site._shown("reader_rag/sampling")
     assert "| [`accept.py`](sampling/accept.py.md) | " in page
     assert (ROOT / "reader_rag" / "sampling" / "accept.py").read_text().splitlines()[0].strip('"') in page
+
+
+def test_every_page_is_in_the_navigation(site: ModuleType) -> None:
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    pages |= {*site.PAGES.values(), *(f"reference/{name}.md" for name in site.REFERENCE)}
+    assert {page for page in pages if not re.search(rf"[ ]{re.escape(page)}$", listed, flags=re.MULTILINE)} == set()
