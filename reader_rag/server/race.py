@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field, ValidationError
 from sse_starlette import EventSourceResponse
 
 from reader_rag.engine.engine import Engine
@@ -51,7 +52,11 @@ async def run_race(request: Request, body: RaceRequest, service: ServiceDep, cal
     if engine is None:
         raise ApiError(400, "another server decodes here; a race needs the model in this process", code="no_engine")
     await _refuse_if_busy(engine)
-    chat = ChatRequest(model=body.model, messages=body.messages, max_completion_tokens=body.max_tokens, temperature=0.0)
+    fields = {"model": body.model, "messages": body.messages, "max_completion_tokens": body.max_tokens}
+    try:
+        chat = ChatRequest.model_validate({**fields, "temperature": 0.0})
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
     prepared = await prepare(service, caller, chat, str(request.base_url))
     prepared.prompt  # noqa: B018 - a PromptError where nothing was retrieved, before the stream begins
     await _refuse_if_busy(engine)
