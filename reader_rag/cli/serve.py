@@ -156,7 +156,7 @@ def _serve(
         open_store(place).close()  # before the models, which take long to load
     except StoreNotFoundError as error:
         if not create:
-            raise StoreNotFoundError(f"{error}; or begin with an empty one: add --create") from error
+            raise StoreNotFoundError(f"{error}, or begin with an empty one: add --create") from error
     embedding = models.load_embedding()
     with open_store(place, embed_model=embedding, must_exist=False) as store:
         llm = models.load_llm(max_tokens)

@@ -44,7 +44,7 @@ def test_a_store_must_be_named() -> None:
 
 def test_a_store_that_is_not_there_is_refused_before_models_are_loaded(tmp_path: Path) -> None:
     line = _refusal("--store", tmp_path / "none", "--port", "0", "--model", "no-such-model")
-    assert "there is no store in" in line
+    assert "there is no store at" in line
     assert "--create" in line
     assert not (tmp_path / "none").exists()
 
