@@ -141,7 +141,7 @@ class _Run:
         self._entries += sum(len(rows) for rows in kept)
         nbytes = self._cache.nbytes
         self._peak = max(self._peak, nbytes)
-        bound = self._cache.most_columns * self._cache.texts * self._shape.bytes_of_position
+        bound = self._cache.most_columns * self._cache.sequences * self._shape.bytes_of_position
         self._share = max(self._share, nbytes / bound)
         for n, sequence in enumerate(self._sequences):
             sequence.left -= len(kept[n])

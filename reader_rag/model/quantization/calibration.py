@@ -197,7 +197,7 @@ def texts(tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> list[t
         most: Tokens that are kept of a conversation; None: all.
     """
     shipped = files("reader_rag.model.quantization").joinpath("calibration.json").read_text(encoding="utf-8")
-    found = []
+    found: list[torch.Tensor] = []
     for pair in json.loads(shipped):
         text = _templated(tokenizer, pair)
         if text is not None:
