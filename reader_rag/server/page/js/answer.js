@@ -36,7 +36,8 @@ export function citations(content, annotations) {
       if (!sources.has(place.document)) {
         const number = sources.size + 1;
         const colour = sources.size % COLOURS;
-        sources.set(place.document, { key: place.document, number, colour, title: one.title || "Untitled", spans: [] });
+        const title = (one.title || "Untitled").replace(/(\.pdf), page .+$/i, "$1"); // its spans may be on several pages
+        sources.set(place.document, { key: place.document, number, colour, title, spans: [] });
       }
       const source = sources.get(place.document);
       const span = { start, end, source, place, href: placeHash(place), text: content.slice(start, end) };

@@ -6,6 +6,7 @@ import { announce, counted, el, h, sentence, toast } from "./dom.js";
 import { titleOf } from "./conversations.js";
 
 const DRAW_MS = 50; // between two drawings of a streamed answer
+const COPIED = "Copied: tokens that the model took over from drafts out of its prompt, the documents or kept texts";
 const NEAR = 90; // pixels from the end within which the view follows the answer
 
 /**
@@ -215,7 +216,7 @@ export class Chat {
     this.following(() => {
       drawAnswer(answer.text, message.content, spans);
       if (!message.content.trim()) answer.text.replaceChildren(h("p", { class: "quiet", text: "The model gave an empty answer." }));
-      answer.foot.replaceChildren(h("span", { class: "stats", text: figures(message.reader) }), ...this.actions(answer));
+      answer.foot.replaceChildren(h("span", { class: "stats", text: figures(message.reader), title: COPIED }), ...this.actions(answer));
       if (notes.length) answer.node.append(h("p", { class: "notes", text: notes.map(sentence).join(" ") }));
     });
     this.select(answer);

@@ -77,12 +77,7 @@ function retrieved(passages, { sources }) {
   );
 }
 
-function meta(passage) {
-  const parts = [];
-  if (passage.page !== null && passage.page !== undefined) parts.push(`page ${passage.page}`);
-  if (typeof passage.score === "number") parts.push(`similarity ${passage.score.toFixed(2)}`);
-  return parts.join(" · ");
-}
+const meta = (passage) => (typeof passage.score === "number" ? `similarity ${passage.score.toFixed(2)}` : "");
 
 /** The passages that no copied span lies in. */
 export function notCopied({ spans }, passages) {
