@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from asking import ask
 from conftest import watched
+from costs_stub import EverythingPays
 from pdfs import make_pdf
 from playwright.sync_api import Browser, Page, expect
 from saying import saying
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.browser
 
 ON_NIGHT = "The barn owl hunts at night"
 ON_SITES = "Grey herons nested at four sites"
+SITES = "four sites"  # the end of a copy: its first words may be decoded before a draft finds it
 TEXT = f"Birds 🦉 of prey, é and 𐍈. {ON_NIGHT}, and it finds mice by their sound alone. It nests in old towers.\n"
 PDF = make_pdf(
     "Annual report of the wetland trust. The trust looks after nine sites in the valley.",
@@ -32,8 +34,10 @@ QUESTION = "When does the barn owl hunt, and where have grey herons nested?"
 
 
 @pytest.fixture
-def address(service: Service, tiny_engine: Engine) -> Iterator[str]:
+def address(service: Service, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where a real service is, over an empty store; its model is made to prefer the words of `ANSWER`."""
+    # Every drafted token is verified, however slow the machine is just now: so what is copied is known to be.
+    monkeypatch.setattr(tiny_engine.context.costs, "current", EverythingPays())
     made = replace(service, llm=saying(tiny_engine, ANSWER, max_tokens=160))
     with serving(create_app(made)) as found:
         yield found
@@ -77,7 +81,7 @@ def test_from_the_upload_to_the_highlighted_characters(page: Page) -> None:
         re.compile(r"[\d.]+ tokens/s · [\d.]+ tokens per step · \d+ % copied")
     )
 
-    for copied, name in ((ON_NIGHT, "owls é.txt"), (ON_SITES, "report.pdf")):
+    for copied, name in (("at night", "owls é.txt"), (SITES, "report.pdf")):
         link = answer.locator("a.copied", has_text=copied)
         text = link.inner_text()
         link.click()
@@ -103,12 +107,12 @@ def test_from_the_upload_to_the_highlighted_characters(page: Page) -> None:
     page.get_by_role("button", name="Delete report.pdf").click()
     expect(page.locator(".document-name")).to_have_text(["owls é.txt"])
     page.go_back()
-    page.locator("a.copied", has_text=ON_SITES).click()
+    page.locator("a.copied", has_text=SITES).click()
     expect(page.get_by_role("heading", name="This document is gone")).to_be_visible()
     page.get_by_role("button", name="Undo").click()
     page.keyboard.press("Escape")
-    page.locator("a.copied", has_text=ON_SITES).click()
-    expect(page.locator("mark")).to_contain_text(ON_SITES)
+    page.locator("a.copied", has_text=SITES).click()
+    expect(page.locator("mark")).to_contain_text(SITES)
 
 
 def test_a_conversation_is_exported_and_deleted(page: Page) -> None:
