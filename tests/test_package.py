@@ -144,7 +144,15 @@ def _distribution(module: str) -> str:
     first, *rest = module.split(".")
     if first == "llama_index":  # a namespace that many packages share
         return "llama-index-core" if rest[0] == "core" else "-".join(["llama-index", *rest[:2]]).replace("_", "-")
-    return {"faiss": "faiss-cpu", "grpc": "grpcio"}.get(first, first.replace("_", "-"))
+    other_names = {
+        "docx": "python-docx",
+        "faiss": "faiss-cpu",
+        "grpc": "grpcio",
+        "markdown_it": "markdown-it-py",
+        "oxmsg": "python-oxmsg",
+        "pptx": "python-pptx",
+    }
+    return other_names.get(first, first.replace("_", "-"))
 
 
 def test_modules_that_moved_are_found_by_their_old_names_with_a_warning() -> None:

@@ -26,6 +26,7 @@ from reader_rag.cli.options import (
     store_place,
 )
 from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
+from reader_rag.errors import ConfigError, PromptError
 from reader_rag.model.registry import DEFAULT_EMBED_MODEL
 
 
@@ -61,6 +62,10 @@ def ask(
 
     Shows the answer, the retrieved passages, what was copied from which file, and statistics.
     """
+    if not question.strip():
+        raise PromptError("the question is empty; write a question")
+    if compare and engine is not None:
+        raise ConfigError("--compare needs a model on this machine, not a server: leave out --engine")
     place = store_place(store, vector_store)
     models = ModelOptions(
         model,

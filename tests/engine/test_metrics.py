@@ -58,7 +58,7 @@ class TestWhatIsTold:
             )
             for source in SOURCES
         }
-        rest = dict.fromkeys(("datastore", "successor", "external"), (0, 2))
+        rest = dict.fromkeys(("datastore", "successor", "external", "prediction"), (0, 2))
         assert accepted == {"context": (2, 2), "passage": (1, 2)} | rest
         assert value(registry, "accepted_tokens_bucket", source="context", le="0.0") == 1
         assert value(registry, "accepted_tokens_bucket", source="context", le="2.0") == 2

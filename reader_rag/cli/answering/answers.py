@@ -20,7 +20,6 @@ from reader_rag.cli.display.show import show_citations, show_comparison, show_so
 from reader_rag.cli.display.terminal import clean, status
 from reader_rag.cli.loading import ModelOptions
 from reader_rag.config import SamplingParams
-from reader_rag.errors import ConfigError, PromptError
 from reader_rag.llm import ReaderLLM
 from reader_rag.llm.citations import Citation, cite_spans
 from reader_rag.llm.comparison import Comparison, compare
@@ -208,12 +207,8 @@ def ask_store(
         embed_model: The embedding model, if it is loaded already.
 
     Raises:
-        ReaderError: The question is empty or too long, or store, models or server cannot be used.
+        ReaderError: The question is too long, or store, models or server cannot be used.
     """
-    if not question.strip():
-        raise PromptError("the question is empty; write a question")
-    if compare and models.engine is not None:
-        raise ConfigError("--compare needs a model on this machine, not a server: leave out --engine")
     if compare:
         models = models.exact()
     embed_model = embed_model or models.load_embedding()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,8 +152,16 @@ class TestStreams:
             stream.close()
         wait_idle(engine)
 
-    def test_a_client_that_goes_away_ends_its_whole_answer(self, serve: Serve) -> None:
-        served = serve()
+    def test_a_client_that_goes_away_ends_its_whole_answer(self, serve: Serve, llm: ReaderLLM) -> None:
+        class Waiting(ReaderLLM):
+            def _call(self, kwargs: dict[str, Any], respond: Any) -> Any:
+                def wait(input_ids: Any, scores: Any) -> Any:
+                    time.sleep(0.5)  # longer than the client waits
+                    return scores
+
+                return super()._call({**kwargs, "logits_processor": (wait,)}, respond)
+
+        served = serve(llm=Waiting.from_engine(llm.engine, max_tokens=64))
         engine = served.service.engine
         assert engine is not None
         with served.client(timeout=0.3) as client, pytest.raises(openai.APITimeoutError):
