@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = {
-    "files": "llama_index.readers.file",
+    "files": "cryptography, docx, odfdo, openpyxl, oxmsg, pptx, pypdf, striprtf, xlrd",
     "grammar": "llguidance",
     "openai": "reader_rag.connectors.openai",
     "metrics": "prometheus_client",
@@ -28,7 +28,7 @@ EXTRAS = {
     "qdrant": "reader_rag.connectors.qdrant",
     "milvus": "reader_rag.connectors.milvus",
 }
-"""What must be importable with each extra."""
+"""What must be importable with each extra, as an import statement lists it."""
 LEFT_OUT = {"dev", "docs", "peers", "vllm"}
 """Extras without a check here: tools of this clone, peers of benchmarks, and vLLM, which `make test-vllm` tries."""
 
