@@ -1,4 +1,7 @@
-"""An HTTP server with OpenAI's protocol as vLLM implements it, with scripted answers and failures."""
+"""An HTTP server with OpenAI's protocol as vLLM implements it, with scripted answers and failures.
+
+It imports no LlamaIndex: the tests with vLLM, which collect this folder, have none.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from llama_index.core.llms import ChatMessage
-
 Reply = Callable[["Handler"], None]
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
-HELLO = [ChatMessage(role="user", content="Hello?")]
 
 
 @dataclass

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hello import HELLO
 from llama_index.core.schema import NodeWithScore, TextNode
 from reader_rag.connectors.openai import ServerLLM
-from scripted_server import CHAT, COMPLETIONS, HELLO, Script
+from scripted_server import CHAT, COMPLETIONS, Script
 
 from reader_rag.errors import ConfigError, ModelNotFoundError
 from reader_rag.rag.prompts import QA_PROMPT, REFINE_PROMPT

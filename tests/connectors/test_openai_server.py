@@ -7,8 +7,9 @@ import socket
 from typing import Any
 
 import pytest
+from hello import HELLO
 from reader_rag.connectors.openai import ServerLLM
-from scripted_server import CHAT, HELLO, MODELS, Handler, Reply, Script, body, failing, interrupted, silent
+from scripted_server import CHAT, MODELS, Handler, Reply, Script, body, failing, interrupted, silent
 
 from reader_rag.errors import BusyError, ConfigError, ModelNotFoundError, PromptError, ReaderError, ServerError
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+from hello import HELLO
 from reader_rag.connectors import openai_transport
 from reader_rag.connectors.openai import ServerLLM
 from reader_rag.connectors.openai_transport import BoundExceededError, TimeBudget, _EventCheck, _retry_after_s
-from scripted_server import CHAT, HELLO, MODELS, Handler, Reply, Script, body, serving
+from scripted_server import CHAT, MODELS, Handler, Reply, Script, body, serving
 
 from reader_rag.errors import BusyError, ReaderError, ServerError
 
