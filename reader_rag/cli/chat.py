@@ -12,29 +12,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, Quantization, TrustRemoteCode
+from reader_rag.bench.options import MaxTokens
 from reader_rag.cli.display.show import show_citations, show_sources, show_stats, streamed
 from reader_rag.cli.display.terminal import clean, output, print_error
-from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions, require_store
-from reader_rag.cli.options import (
-    Alpha,
-    AnsweringModel,
-    Cutoff,
-    DatastoreFolder,
-    EmbedModel,
-    EngineTimeout,
-    EngineUrl,
-    KeepAnswers,
-    Passages,
-    Profile,
-    Store,
-    Tenant,
-    VectorStore,
-    store_place,
-)
-from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
+from reader_rag.cli.loading import ModelOptions, require_store, takes_models
+from reader_rag.cli.options import Alpha, Cutoff, Passages, Store, Tenant, VectorStore, store_place
+from reader_rag.config import SamplingParams
 from reader_rag.errors import ReaderError
-from reader_rag.model.registry import DEFAULT_EMBED_MODEL
 from reader_rag.util.source_title import source_title
 
 if TYPE_CHECKING:
@@ -52,6 +36,7 @@ COMMANDS = {
 }
 
 
+@takes_models()
 def chat(
     store: Store = None,
     vector_store: VectorStore = None,
@@ -60,38 +45,14 @@ def chat(
     alpha: Alpha = None,
     max_tokens: MaxTokens = SamplingParams.max_tokens,
     tenant: Tenant = "",
-    model: AnsweringModel = None,
-    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
-    device: Device = LoadConfig.device,
-    dtype: Dtype = LoadConfig.dtype,
-    quantization: Quantization = LoadConfig.quantization,
-    exactness: Exactness = EngineConfig.exactness,
-    datastore: DatastoreFolder = None,
-    keep_answers: KeepAnswers = False,
-    engine: EngineUrl = None,
-    engine_timeout: EngineTimeout = ENGINE_TIMEOUT_S,
-    trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
-    profile: Profile = EngineConfig.profile,
+    *,
+    models: ModelOptions,
 ) -> None:
     """Chat about the documents of a store.
 
     Ctrl-C stops an answer. Commands: /sources, /stats, /reset, /help, /quit.
     """
     place = store_place(store, vector_store)
-    models = ModelOptions(
-        model,
-        embed_model,
-        device,
-        dtype,
-        quantization,
-        exactness,
-        trust_remote_code,
-        datastore,
-        keep_answers,
-        engine,
-        engine_timeout,
-        profile,
-    )
     require_store(place)
     models.require_datastore()
     from reader_rag.cli.answering.answers import recorded
@@ -101,7 +62,7 @@ def chat(
     with open_store(place, embedding, tenant) as documents:
         llm, recorder = recorded(models.load_llm(max_tokens))
         chat_engine = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff, alpha=alpha)
-        ChatSession(chat_engine, recorder, output(), remote=engine is not None).run()
+        ChatSession(chat_engine, recorder, output(), remote=models.engine is not None).run()
 
 
 class ChatSession:

@@ -58,7 +58,16 @@ def demo(
     """
     passed = run_demo(
         output(),
-        ModelOptions(model, embed_model, device, dtype, quantization, exactness, trust_remote_code),
+        ModelOptions(
+            model,
+            embed_model,
+            device,
+            dtype,
+            quantization,
+            exactness,
+            profile="off",
+            trust_remote_code=trust_remote_code,
+        ),
         workdir=workdir,
         store_dir=store,
         question=question,

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import shlex
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
-from reader_rag.bench.options import require_datastore
+from reader_rag.bench.options import Device, Dtype, Exactness, Quantization, TrustRemoteCode, require_datastore
 from reader_rag.cli.display.terminal import status
-from reader_rag.config import DatastoreConfig, EngineConfig, LoadConfig, ProfileMode, Quantization
+from reader_rag.cli.options import (
+    AnsweringModel,
+    DatastoreFolder,
+    EmbedModel,
+    EngineTimeout,
+    EngineUrl,
+    KeepAnswers,
+    Profile,
+)
+from reader_rag.config import DatastoreConfig, EngineConfig, LoadConfig
 from reader_rag.errors import ConfigError, StoreNotFoundError
 from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
 
@@ -19,11 +31,8 @@ if TYPE_CHECKING:
     from reader_rag.llm import ReaderLLM
     from reader_rag.rag.embedding import LocalEmbedding
 
-
 ENGINE_KEY = "READER_RAG_ENGINE_KEY"
 """The environment variable with the API key of `ModelOptions.engine`; other users could see a command's arguments."""
-
-ENGINE_TIMEOUT_S = 120.0
 
 
 def require_store(place: str | Path) -> None:
@@ -47,7 +56,7 @@ def require_store(place: str | Path) -> None:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The models of a program and how they run.
+    """The models of a program and how they run: each field is an option of the commands that `takes_models` decorates.
 
     Attributes:
         model: The LLM: an alias, a hub id or a local folder; with `engine` its name on the server. None: the default
@@ -57,39 +66,39 @@ class ModelOptions:
         dtype: Type of the LLM's weights: "auto", "float32", "bfloat16" or "float16".
         quantization: "none" or "int8".
         exactness: "fast" or "strict".
-        trust_remote_code: Whether code that comes with the models may run.
         datastore: Folder of texts and earlier answers to draft from, or None.
-        keeps_answers: Whether answers are kept in `datastore`.
-        engine: URL of an OpenAI-compatible server that answers in the LLM's place, or None.
-        engine_timeout_s: Seconds without data from it after which a call fails.
+        keep_answers: Whether answers are kept in `datastore`.
         profile: "auto": the LLM's profile is computed while it is idle; "off": not, for programs that end after an
             answer or compare times.
+        engine: URL of an OpenAI-compatible server that answers in the LLM's place, or None.
+        engine_timeout: Seconds without data from it after which a call fails.
+        trust_remote_code: Whether code that comes with the models may run.
 
     Raises:
         ConfigError: Two options contradict each other.
     """
 
-    model: str | None = None
-    embed_model: str = DEFAULT_EMBED_MODEL
-    device: str = LoadConfig.device
-    dtype: str = LoadConfig.dtype
+    model: AnsweringModel = None
+    embed_model: EmbedModel = DEFAULT_EMBED_MODEL
+    device: Device = LoadConfig.device
+    dtype: Dtype = LoadConfig.dtype
     quantization: Quantization = LoadConfig.quantization
-    exactness: str = EngineConfig.exactness
-    trust_remote_code: bool = LoadConfig.trust_remote_code
-    datastore: Path | None = None
-    keeps_answers: bool = False
-    engine: str | None = None
-    engine_timeout_s: float = ENGINE_TIMEOUT_S
-    profile: ProfileMode = "off"
+    exactness: Exactness = EngineConfig.exactness
+    datastore: DatastoreFolder = None
+    keep_answers: KeepAnswers = False
+    profile: Profile = EngineConfig.profile
+    engine: EngineUrl = None
+    engine_timeout: EngineTimeout = 120.0
+    trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code
 
     def __post_init__(self) -> None:
-        if self.keeps_answers and self.datastore is None:
+        if self.keep_answers and self.datastore is None:
             raise ConfigError("--keep-answers keeps answers in a datastore: name its folder (--datastore)")
         if self.engine is None:
             return
         of_a_local_llm = {
             "--datastore": self.datastore is not None,
-            "--keep-answers": self.keeps_answers,
+            "--keep-answers": self.keep_answers,
             "--dtype": self.dtype != "auto",
             "--quantization": self.quantization != "none",
             "--exactness": self.exactness != "fast",
@@ -104,7 +113,7 @@ class ModelOptions:
         Raises:
             DatastoreError: There is none, or its manifest cannot be read.
         """
-        if not self.keeps_answers:
+        if not self.keep_answers:
             require_datastore(self.datastore)
 
     @property
@@ -156,7 +165,7 @@ class ModelOptions:
                 self.model,
                 key=os.environ.get(ENGINE_KEY),
                 max_tokens=max_tokens,
-                timeout_s=self.engine_timeout_s,
+                timeout_s=self.engine_timeout,
             )
 
     def _load(self, max_tokens: int) -> ReaderLLM:
@@ -177,5 +186,35 @@ class ModelOptions:
                 trust_remote_code=self.trust_remote_code,
                 datastore=self.datastore,
                 profile=self.profile,
-                recall=DatastoreConfig(keeps_answers=self.keeps_answers),
+                recall=DatastoreConfig(keeps_answers=self.keep_answers),
             )
+
+
+def takes_models(**fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `ModelOptions`, which it gets as one argument, `models`.
+
+    Args:
+        fixed: Fields of `ModelOptions` for which the command has no option, with their values.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(ModelOptions, include_extras=True)
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            for name, default in ((each.name, each.default) for each in fields(ModelOptions))
+            if name not in fixed
+        ]
+        signature = inspect.signature(command, eval_str=True)
+        own = [each for each in signature.parameters.values() if each.name != "models"]
+
+        @functools.wraps(command)
+        def run(**arguments: Any) -> None:
+            chosen = {each.name: arguments.pop(each.name) for each in options}
+            command(**arguments, models=ModelOptions(**fixed, **chosen))
+
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own] + options
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate

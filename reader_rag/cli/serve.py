@@ -11,25 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, Quantization, TrustRemoteCode, setting_option
+from reader_rag.bench.options import MaxTokens, setting_option
 from reader_rag.cli.display.terminal import messages
-from reader_rag.cli.loading import ENGINE_TIMEOUT_S, ModelOptions
-from reader_rag.cli.options import (
-    AnsweringModel,
-    DatastoreFolder,
-    EmbedModel,
-    EngineTimeout,
-    EngineUrl,
-    KeepAnswers,
-    Profile,
-    Store,
-    Tenant,
-    VectorStore,
-    store_place,
-)
-from reader_rag.config import EngineConfig, LoadConfig, SamplingParams, ServerConfig
+from reader_rag.cli.loading import ModelOptions, takes_models
+from reader_rag.cli.options import Store, Tenant, VectorStore, store_place
+from reader_rag.config import SamplingParams, ServerConfig
 from reader_rag.errors import MissingDependencyError, StoreNotFoundError
-from reader_rag.model.registry import DEFAULT_EMBED_MODEL
 
 if TYPE_CHECKING:
     from socket import socket
@@ -40,6 +27,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "python_multipart", "prometheus_client")
 
 
+@takes_models()
 def serve(
     store: Store = None,
     vector_store: VectorStore = None,
@@ -77,18 +65,8 @@ def serve(
     grace: Annotated[float, setting_option(ServerConfig, "grace")] = ServerConfig.grace,
     max_tokens: MaxTokens = SamplingParams.max_tokens,
     tenant: Tenant = "",
-    model: AnsweringModel = None,
-    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
-    device: Device = LoadConfig.device,
-    dtype: Dtype = LoadConfig.dtype,
-    quantization: Quantization = LoadConfig.quantization,
-    exactness: Exactness = EngineConfig.exactness,
-    datastore: DatastoreFolder = None,
-    keep_answers: KeepAnswers = False,
-    profile: Profile = "auto",
-    engine: EngineUrl = None,
-    engine_timeout: EngineTimeout = ENGINE_TIMEOUT_S,
-    trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
+    *,
+    models: ModelOptions,
 ) -> None:
     """Serve answers from a document store: an OpenAI-compatible API and a web page.
 
@@ -107,20 +85,6 @@ def serve(
         markdown_footer=markdown_footer,
         grace=grace,
     )
-    models = ModelOptions(
-        model,
-        embed_model,
-        device,
-        dtype,
-        quantization,
-        exactness,
-        trust_remote_code,
-        datastore,
-        keep_answers,
-        engine,
-        engine_timeout,
-        profile,
-    )
     _require_packages()
     from reader_rag.server.running import check_address, listen, open_service
 
@@ -134,6 +98,7 @@ def serve(
 def _serve(
     place: Path | str,
     create: bool,
+    *,
     models: ModelOptions,
     max_tokens: int,
     open_with: Callable[..., Service],
@@ -157,6 +122,7 @@ def _serve(
     except StoreNotFoundError as error:
         if not create:
             raise StoreNotFoundError(f"{error}, or begin with an empty one: add --create") from error
+    models.require_datastore()
     embedding = models.load_embedding()
     with open_store(place, embed_model=embedding, must_exist=False) as store:
         llm = models.load_llm(max_tokens)

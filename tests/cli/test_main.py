@@ -107,6 +107,18 @@ def test_a_missing_store_is_told_before_anything_is_loaded(
     assert_one_line_error(run(*command, "--store", none), told)
     url = f"qdrant://{tmp_path}/none/birds"
     assert_one_line_error(run(*command, "--vector-store", url), "no store at", f"ingest PATH --vector-store {url}")
+
+
+@pytest.mark.parametrize("command", [["ask", "Why?"], ["chat"], ["serve", "--port", "0"]])
+def test_a_missing_datastore_is_told_before_anything_is_loaded(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ModelOptions, *_: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(ModelOptions, "load_embedding", fail)
+    monkeypatch.setattr(ModelOptions, "load_llm", fail)
+    none = tmp_path / "no store"
     FaissStore(tmp_path / "store").close()
     told = f"no datastore at {none}: add documents to it first (reader-rag datastore build PATH --datastore '{none}')"
     assert_one_line_error(run(*command, "--store", tmp_path / "store", "--datastore", none), told)
