@@ -98,7 +98,6 @@ def serve(
 def _serve(
     place: Path | str,
     create: bool,
-    *,
     models: ModelOptions,
     max_tokens: int,
     open_with: Callable[..., Service],

@@ -109,7 +109,7 @@ def test_a_missing_store_is_told_before_anything_is_loaded(
     assert_one_line_error(run(*command, "--vector-store", url), "no store at", f"ingest PATH --vector-store {url}")
 
 
-@pytest.mark.parametrize("command", [["ask", "Why?"], ["chat"], ["serve", "--port", "0"]])
+@pytest.mark.parametrize("command", [["ask", "Why?"], ["chat"]])
 def test_a_missing_datastore_is_told_before_anything_is_loaded(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,11 @@ def test_a_store_that_is_not_there_is_refused_before_models_are_loaded(tmp_path:
     assert not (tmp_path / "none").exists()
 
 
+def test_a_datastore_that_is_not_there_is_refused_before_models_are_loaded(empty_store: Path, tmp_path: Path) -> None:
+    line = _refusal("--store", empty_store, "--port", "0", "--model", "no-such-model", "--datastore", tmp_path / "none")
+    assert f"no datastore at {tmp_path / 'none'}: add documents to it first" in line
+
+
 def test_other_machines_are_let_in_with_keys_only(empty_store: Path) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.2", "myhost.example"):
         assert "API keys are needed" in _refusal("--store", empty_store, "--host", host)
