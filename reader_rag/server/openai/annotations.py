@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -14,7 +15,9 @@ from reader_rag.llm.citations import Citation, cite_spans, match_text
 from reader_rag.rag.stores.contract import DocumentStore
 from reader_rag.server.documents.text import DocumentText, citation_url, document_id, document_text
 from reader_rag.server.openai.responses import Annotation, RetrievedPassage, UrlCitation
-from reader_rag.server.openai.retrieval import Retrieved
+from reader_rag.server.openai.retrieval import Question, Retrieved, condensed, retrieve
+from reader_rag.server.openai.schemas import ChatRequest, ReaderOptions
+from reader_rag.server.service import Service
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+.!|<>~-])")
 _MOST_QUOTED = 120
@@ -27,7 +30,7 @@ class Cited:
     Attributes:
         annotations: The spans that were copied from documents, in the answer's order.
         passages: The passages that were retrieved.
-        footer: The sources as Markdown; "" where nothing was copied.
+        footer: The sources as Markdown; "" where nothing was copied, or no footer is wanted.
     """
 
     annotations: list[Annotation]
@@ -42,12 +45,45 @@ class Sources:
         store: The store of the caller's tenant.
         found: What was retrieved.
         base_url: The service's own address.
+        with_footer: Whether the sources are written under the answer, too.
     """
 
-    def __init__(self, store: DocumentStore, found: Retrieved, base_url: str) -> None:
+    def __init__(self, store: DocumentStore, found: Retrieved, base_url: str, with_footer: bool) -> None:
         self.found = found
         self._store = store
         self._base_url = base_url
+        self._with_footer = with_footer
+
+    @classmethod
+    async def find(
+        cls,
+        service: Service,
+        tenant: str,
+        request: ChatRequest,
+        question: Question,
+        base_url: str,
+        complete: Callable[[str, int], Awaitable[str]],
+    ) -> Sources:
+        """Retrieve passages for the question of a chat.
+
+        Args:
+            service: The service; it has a store.
+            tenant: The tenant whose documents are searched.
+            request: The chat.
+            question: Its question.
+            base_url: The service's own address.
+            complete: Continues a prompt with the model, by at most a number of tokens.
+
+        Raises:
+            ApiError: A document that the request names does not exist.
+            ReaderError: The question cannot be condensed, or the store cannot be read.
+        """
+        options = request.reader or ReaderOptions()
+        searched = question.text if options.condense is False else await condensed(question, complete)
+        found = await asyncio.to_thread(retrieve, service, tenant, options, searched)
+        assert service.store is not None
+        with_footer = service.config.markdown_footer if options.footer is None else options.footer
+        return cls(service.store.for_tenant(tenant), found, base_url, with_footer)
 
     def cite(self, text: str, copied: Iterable[CopiedSpan] | None) -> Cited:
         """The sources of an answer. It reads the store: not for event loops.
@@ -71,7 +107,8 @@ class Sources:
                 quotes.append((title_of(node), url, citation.text))
         taken = {citation.node_id for citation in citations}
         passages = [self._passage(source, texts, taken) for source in self.found.nodes]
-        return Cited(annotations, [passage for passage in passages if passage is not None], footer(quotes))
+        written = footer(quotes) if self._with_footer else ""
+        return Cited(annotations, [passage for passage in passages if passage is not None], written)
 
     def _texts(self, nodes: Sequence[BaseNode]) -> dict[str, DocumentText]:
         """The texts of the nodes' documents as they are now, by the store's ids."""

@@ -161,14 +161,13 @@ async def merged(parts: Sequence[AsyncGenerator[Part, None]]) -> AsyncGenerator[
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def ending(prepared: Prepared, content: str, done: Generation, footer: bool) -> Ending:
+async def ending(prepared: Prepared, content: str, done: Generation) -> Ending:
     """Citations and figures of a finished answer.
 
     Args:
         prepared: The request.
         content: Its text without tool calls.
         done: The answer.
-        footer: Whether the sources are to be written under the answer.
     """
     figures = ReaderFigures.of(done.stats)
     figures.notes = prepared.notes
@@ -177,7 +176,7 @@ async def ending(prepared: Prepared, content: str, done: Generation, footer: boo
     cited = await asyncio.to_thread(prepared.sources.cite, content, done.copied)
     figures.question = prepared.sources.found.question
     figures.passages = cited.passages
-    return Ending(figures, cited.annotations, cited.footer if footer else "")
+    return Ending(figures, cited.annotations, cited.footer)
 
 
 async def until_disconnected(request: Request, work: Awaitable[_Result]) -> _Result:

@@ -58,7 +58,7 @@ async def chat_completions(
     prepared = await until_disconnected(request, prepare(service, caller, body, base_url))
     calls = [] if prepared.call is None else choices(prepared.call, body.n)
     parts = await until_disconnected(request, submitted(prepared, calls))
-    answer = _Answer(service, body, prepared)
+    answer = _Answer(body, prepared)
     if body.stream:
         return event_stream(answer.chunks(parts), service.config.grace)
     return await until_disconnected(request, answer.whole(parts))
@@ -80,17 +80,13 @@ class _Answer:
     """The answer to one request.
 
     Args:
-        service: The service.
         body: The request.
         prepared: The same, prepared.
     """
 
-    def __init__(self, service: Service, body: ChatRequest, prepared: Prepared) -> None:
+    def __init__(self, body: ChatRequest, prepared: Prepared) -> None:
         self._body = body
         self._prepared = prepared
-        options = body.reader
-        wants = None if options is None else options.footer
-        self._footer = service.config.markdown_footer if wants is None else wants
         engine = prepared.llm.engine
         self._speller = TokenSpeller(engine.tokenizer, engine.eos_ids)
 
@@ -149,7 +145,7 @@ class _Answer:
     async def _end(self, number: int, made: _Whole, head: dict[str, Any]) -> AsyncGenerator[ChatChunk, None]:
         """The last chunks of a choice: its footer, then citations and figures."""
         assert made.done is not None
-        end = await ending(self._prepared, made.text, made.done, self._footer)
+        end = await ending(self._prepared, made.text, made.done)
         if end.footer:
             yield ChatChunk(**head, choices=[_chunk(number, Delta(content=end.footer))])
         delta = Delta(annotations=end.annotations) if end.annotations else Delta()
@@ -160,7 +156,7 @@ class _Answer:
 
     async def _choice(self, number: int, made: _Whole) -> ChatChoice:
         assert made.done is not None
-        end = await ending(self._prepared, made.text, made.done, self._footer)
+        end = await ending(self._prepared, made.text, made.done)
         text = made.text + end.footer
         message = AnswerMessage(
             content=text if text or not made.calls else None,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage
@@ -22,13 +23,10 @@ from reader_rag.server.access import Caller
 from reader_rag.server.errors import ApiError
 from reader_rag.server.openai.annotations import Sources
 from reader_rag.server.openai.messages import chat_messages
-from reader_rag.server.openai.retrieval import Question, condensed, fit, retrieve
-from reader_rag.server.openai.sampling import chat_arguments
-from reader_rag.server.openai.schemas import ChatRequest, ReaderOptions
+from reader_rag.server.openai.retrieval import Question, fit
+from reader_rag.server.openai.sampling import SEEDS, chat_arguments
+from reader_rag.server.openai.schemas import ChatRequest
 from reader_rag.server.service import Service
-
-_CONDENSED_TOKENS = 64
-_SEEDS = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -93,16 +91,10 @@ async def prepare(service: Service, caller: Caller, request: ChatRequest, base_u
     messages, arguments = chat_messages(request.messages), chat_arguments(request)
     if request.model != service.docs_model:
         return Prepared(llm, await asyncio.to_thread(llm.prepare_chat, messages, **arguments))
-    question, options = Question.of(messages), request.reader or ReaderOptions()
-
-    async def complete(prompt: str) -> str:
-        asked = [ChatMessage(role="user", content=prompt)]
-        return await _complete(llm, asked)
-
-    searched = question.text if options.condense is False else await condensed(question, complete)
-    found = await asyncio.to_thread(retrieve, service, caller.tenant, options, searched)
-    assert service.store is not None
-    sources = Sources(service.store.for_tenant(caller.tenant), found, base_url)
+    question = Question.of(messages)
+    complete = partial(_complete, llm)
+    sources = await Sources.find(service, caller.tenant, request, question, base_url, complete)
+    found = sources.found
     if not found.nodes:
         return Prepared(llm, None, sources)
     call, notes = await asyncio.to_thread(_grounded_call, llm, question, found.nodes, found.around, arguments)
@@ -148,9 +140,7 @@ def choices(call: PreparedCall, count: int | None) -> list[PreparedCall]:
     """
     seed = call.params.seed
     return [
-        call
-        if not number or seed is None
-        else replace(call, params=replace(call.params, seed=(seed + number) % _SEEDS))
+        call if not number or seed is None else replace(call, params=replace(call.params, seed=(seed + number) % SEEDS))
         for number in range(count or 1)
     ]
 
@@ -165,7 +155,7 @@ def _grounded_call(
     """The call for a question with passages, and notes about what had no room in its prompt.
 
     Raises:
-        ContextLengthError: The question alone has no room.
+        ContextLengthError: The question with one passage has no room.
     """
     bound = llm.with_sources([*nodes, *around])
     window = llm.metadata.context_window
@@ -179,18 +169,13 @@ def _grounded_call(
             return None
         return call if len(call.prompt.token_ids) + answer <= window else None
 
-    call, notes = fit(question, nodes, make)
-    if call is None:
-        raise ContextLengthError(
-            f"the question and one passage leave no room for an answer in the model's context of {window} tokens: "
-            "shorten the question, or lower max_tokens"
-        )
-    return call, notes
+    return fit(question, nodes, window, make)
 
 
-async def _complete(llm: ReaderLLM, messages: list[ChatMessage]) -> str:
+async def _complete(llm: ReaderLLM, prompt: str, max_tokens: int) -> str:
     """The answer to a prompt of the service's own; "" where it has no room. Cancelling it ends the request."""
-    settings: dict[str, Any] = {"max_tokens": _CONDENSED_TOKENS, "temperature": 0.0, "recall": False}
+    messages = [ChatMessage(role="user", content=prompt)]
+    settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "recall": False}
     try:
         call = await asyncio.to_thread(llm.prepare_chat, messages, **settings)
     except (ContextLengthError, ConfigError):  # or a penalty of the LLM's that fits no short answer

@@ -21,7 +21,6 @@ from llama_index.llms.openai.utils import to_openai_message_dicts
 from reader_rag.connectors.openai import ServerLLM
 from reader_rag.connectors.openai_server import RefusedError
 from reader_rag.connectors.openai_transport import TimeBudget, recorded_responses
-from reader_rag.errors import ContextLengthError
 from reader_rag.rag.prompts import NOTHING_FOUND
 from reader_rag.rag.synthesis import PromptBudget
 from reader_rag.server.access import Caller
@@ -29,11 +28,10 @@ from reader_rag.server.errors import ApiError
 from reader_rag.server.openai.annotations import Cited, Sources
 from reader_rag.server.openai.messages import chat_messages
 from reader_rag.server.openai.responses import FINGERPRINT, ReaderFigures
-from reader_rag.server.openai.retrieval import Question, condensed, fit, retrieve
-from reader_rag.server.openai.schemas import ChatRequest, CompletionRequest, ReaderOptions
+from reader_rag.server.openai.retrieval import Question, fit
+from reader_rag.server.openai.schemas import ChatRequest, CompletionRequest
 from reader_rag.server.service import Service
 
-_CONDENSED_TOKENS = 64
 _OWN = {"reader", "speculate", "typical_p", "no_repeat_ngram"}
 """Fields that other servers do not know."""
 
@@ -75,12 +73,9 @@ class RemoteAnswer:
         """
         assert isinstance(self._body, ChatRequest)
         question = Question.of(chat_messages(self._body.messages))
-        options = self._body.reader or ReaderOptions()
-        searched = question.text if options.condense is False else await condensed(question, self._complete)
-        found = await asyncio.to_thread(retrieve, self._service, caller.tenant, options, searched)
-        assert self._service.store is not None
-        self._sources = Sources(self._service.store.for_tenant(caller.tenant), found, base_url)
-        self._found = bool(found.nodes)
+        self._sources = await Sources.find(self._service, caller.tenant, self._body, question, base_url, self._complete)
+        nodes = self._sources.found.nodes
+        self._found = bool(nodes)
         if not self._found:
             return
         budget = await asyncio.to_thread(PromptBudget.of, self._llm)
@@ -91,12 +86,7 @@ class RemoteAnswer:
             used = sum(len(budget.encode(message.content or "")) + budget.message_tokens for message in messages)
             return messages if used + budget.template_tokens + answer <= window else None
 
-        messages, self._notes = await asyncio.to_thread(fit, question, found.nodes, make)
-        if messages is None:
-            raise ContextLengthError(
-                f"the question and one passage leave no room for an answer in the model's context of {window} tokens: "
-                "shorten the question, or lower max_tokens"
-            )
+        messages, self._notes = await asyncio.to_thread(fit, question, nodes, window, make)
         self._request["messages"] = to_openai_message_dicts(messages)
 
     async def whole(self) -> dict[str, Any]:
@@ -115,7 +105,7 @@ class RemoteAnswer:
             if message is not None and self._sources is not None:
                 cited = await self._cite(message.get("content") or "")
                 message["annotations"] = [each.model_dump() for each in cited.annotations]
-                message["content"] = (message.get("content") or "") + self._footer(cited)
+                message["content"] = (message.get("content") or "") + cited.footer
                 if not choice.get("index"):
                     answer["reader"] = self._figures(cited)
         return answer
@@ -136,7 +126,7 @@ class RemoteAnswer:
                     texts[number] = texts.get(number, "") + (delta.get("content") or "")
                     if choice.get("finish_reason") and self._sources is not None:
                         cited = await self._cite(texts[number])
-                        delta["content"] = (delta.get("content") or "") + self._footer(cited)
+                        delta["content"] = (delta.get("content") or "") + cited.footer
                         if cited.annotations:
                             delta["annotations"] = [each.model_dump() for each in cited.annotations]
                         choice["delta"], chunk["reader"] = delta, self._figures(cited)
@@ -171,19 +161,14 @@ class RemoteAnswer:
         with _refusals(), self._server.call(budget), recorded_responses(opened):
             yield
 
-    async def _complete(self, prompt: str) -> str:
+    async def _complete(self, prompt: str, max_tokens: int) -> str:
         asked = [ChatMessage(role="user", content=prompt)]
-        answer = await self._llm.achat(asked, max_tokens=_CONDENSED_TOKENS, temperature=0.0)
+        answer = await self._llm.achat(asked, max_tokens=max_tokens, temperature=0.0)
         return answer.message.content or ""
 
     async def _cite(self, text: str) -> Cited:
         assert self._sources is not None
         return await asyncio.to_thread(self._sources.cite, text, None)
-
-    def _footer(self, cited: Cited) -> str:
-        assert isinstance(self._body, ChatRequest)
-        wants = None if self._body.reader is None else self._body.reader.footer
-        return cited.footer if (self._service.config.markdown_footer if wants is None else wants) else ""
 
     def _figures(self, cited: Cited) -> dict[str, Any]:
         """Passages and notes: how fast the other server decodes is not told."""

@@ -10,6 +10,7 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.schema import BaseNode, NodeWithScore
 from llama_index.core.vector_stores.types import FilterOperator, MetadataFilter, MetadataFilters
 
+from reader_rag.errors import ContextLengthError
 from reader_rag.llm.citations import context_of
 from reader_rag.rag.engines import DEFAULT_TOP_K, make_retriever
 from reader_rag.rag.prompts import CHAT_CONTEXT, CHAT_SYSTEM, CONDENSE
@@ -25,6 +26,7 @@ MadeT = TypeVar("MadeT")
 _SYSTEM = (MessageRole.SYSTEM, MessageRole.DEVELOPER)
 _CONDENSED_MESSAGES = 6
 _CONDENSED_CHARACTERS = 1000
+_CONDENSED_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,14 @@ class Retrieved:
     around: tuple[BaseNode, ...]
 
 
-async def condensed(question: Question, complete: Callable[[str], Awaitable[str]]) -> str:
+async def condensed(question: Question, complete: Callable[[str, int], Awaitable[str]]) -> str:
     """What to search for: the last question, and behind it the question as the model rewrites it with the history.
 
     Both are searched for, because small models lose words of a question when they rewrite it.
 
     Args:
         question: The chat.
-        complete: Continues a prompt with the model; awaited.
+        complete: Continues a prompt with the model, by at most a number of tokens.
     """
     said = []
     for message in question.history[-_CONDENSED_MESSAGES:]:
@@ -120,7 +122,8 @@ async def condensed(question: Question, complete: Callable[[str], Awaitable[str]
             said.append(f"{'User' if message.role == MessageRole.USER else 'Assistant'}: {text}")
     if not said:
         return question.text
-    answer = (await complete(CONDENSE.format(chat_history="\n".join(said), question=question.text))).strip()
+    prompt = CONDENSE.format(chat_history="\n".join(said), question=question.text)
+    answer = (await complete(prompt, _CONDENSED_TOKENS)).strip()
     first = answer.splitlines()[0].strip() if answer else ""
     return question.text if not first or first == question.text else f"{question.text}\n{first}"
 
@@ -155,17 +158,22 @@ def retrieve(service: Service, tenant: str, options: ReaderOptions, question: st
 def fit(
     question: Question,
     nodes: Sequence[NodeWithScore],
+    window: int,
     make: Callable[[list[ChatMessage]], MadeT | None],
-) -> tuple[MadeT | None, list[str]]:
+) -> tuple[MadeT, list[str]]:
     """Make the prompt of a question, without the oldest turns and then the least similar passages that have no room.
 
     Args:
         question: The chat.
         nodes: The passages, the most similar first.
+        window: The model's context, in tokens.
         make: Makes the prompt of messages; None: it has no room.
 
     Returns:
-        What `make` made, None if nothing has room, and notes about what was left out.
+        What `make` made, and notes about what was left out.
+
+    Raises:
+        ContextLengthError: The question with one passage has no room.
     """
     made, dropped = _first(len(question.turns), lambda count: make(question.messages(nodes, count)))
     notes = [_left_out(dropped, "oldest turn", "of the conversation")] if dropped else []
@@ -176,6 +184,11 @@ def fit(
         )
         notes = [_left_out(turns, "oldest turn", "of the conversation")] if turns else []
         notes += [_left_out(dropped, "least similar passage", "that was found")] if dropped else []
+    if made is None:
+        raise ContextLengthError(
+            f"the question and one passage leave no room for an answer in the model's context of {window} tokens: "
+            "shorten the question, or lower max_tokens"
+        )
     return made, notes
 
 

@@ -26,7 +26,8 @@ _SAME_NAME = (
     "include_stop",
     "speculate",
 )
-_SEEDS = 1 << 64
+SEEDS = 1 << 64
+"""Number of seeds: larger and negative ones are reduced modulo it."""
 
 
 def call_arguments(request: Sampling) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def call_arguments(request: Sampling) -> dict[str, Any]:
     """
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     if request.seed is not None:
-        given["seed"] = request.seed % _SEEDS  # OpenAI's may be negative
+        given["seed"] = request.seed % SEEDS  # OpenAI's may be negative
     if request.stop is not None:
         given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     if request.logit_bias:
