@@ -20,6 +20,7 @@ from reader_rag.server.access import CallerDep, ServiceDep
 from reader_rag.server.errors import ApiError, error_of, log_bug
 from reader_rag.server.openai.prepared import Prepared, prepare
 from reader_rag.server.openai.schemas import ChatRequest, Message
+from reader_rag.server.service import EVENT_STREAM
 
 router = APIRouter(prefix="/api", tags=["race"])
 
@@ -38,7 +39,7 @@ class RaceRequest(BaseModel):
 @router.post(
     "/race",
     response_class=EventSourceResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses=EVENT_STREAM,
 )
 async def run_race(request: Request, body: RaceRequest, service: ServiceDep, caller: CallerDep) -> EventSourceResponse:
     """Decode one prompt with drafts, then plainly, greedily and with nothing else running.

@@ -21,7 +21,7 @@ from reader_rag.server.documents.jobs import Jobs, JobState, Upload
 from reader_rag.server.documents.library import Library, safe_name
 from reader_rag.server.documents.text import document_id
 from reader_rag.server.errors import ApiError
-from reader_rag.server.service import Service
+from reader_rag.server.service import EVENT_STREAM, Service
 
 router = APIRouter(prefix="/api", tags=["documents"])
 
@@ -284,7 +284,7 @@ async def job_state(service: ServiceDep, caller: CallerDep, job: JobId) -> JobIn
 @router.get(
     "/jobs/{job}/events",
     response_class=EventSourceResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses=EVENT_STREAM,
 )
 async def job_events(service: ServiceDep, caller: CallerDep, job: JobId) -> EventSourceResponse:
     """How far an ingestion is, as server-sent events: one whenever it changes, until it ends."""

@@ -40,14 +40,12 @@ from reader_rag.server.openai.responses import (
     finish_reason,
 )
 from reader_rag.server.openai.schemas import ChatRequest
-from reader_rag.server.service import Service
+from reader_rag.server.service import EVENT_STREAM, Service
 
 router = APIRouter(prefix="/v1", tags=["chat"])
 
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
-
-@router.post("/chat/completions", response_model=ChatCompletion, responses=_STREAM)
+@router.post("/chat/completions", response_model=ChatCompletion, responses=EVENT_STREAM)
 async def chat_completions(
     request: Request, body: ChatRequest, service: ServiceDep, caller: CallerDep
 ) -> ChatCompletion | Response:

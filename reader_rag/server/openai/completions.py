@@ -31,14 +31,12 @@ from reader_rag.server.openai.responses import (
 )
 from reader_rag.server.openai.sampling import completion_arguments
 from reader_rag.server.openai.schemas import MOST_CHOICES, CompletionRequest
-from reader_rag.server.service import Service
+from reader_rag.server.service import EVENT_STREAM, Service
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
-
-@router.post("/completions", response_model=Completion, responses=_STREAM)
+@router.post("/completions", response_model=Completion, responses=EVENT_STREAM)
 async def completions(
     request: Request, body: CompletionRequest, service: ServiceDep, caller: CallerDep
 ) -> Completion | Response:
