@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from reader_rag.server.access import Caller, CallerDep, ServiceDep
 from reader_rag.server.conversations.store import Conversation, Conversations, Owner, as_markdown
 from reader_rag.server.errors import ApiError
+from reader_rag.server.openai.responses import Annotation
 from reader_rag.server.service import Service
 
 router = APIRouter(prefix="/api/conversations", tags=["conversations"])
@@ -27,28 +28,12 @@ def _storable(value: dict[str, Any] | None) -> dict[str, Any] | None:
     return value
 
 
-class UrlCitation(BaseModel):
-    """A span of an answer and where it was copied from."""
-
-    start_index: int = Field(ge=0, description="Start in the content, in Unicode code points.")
-    end_index: int = Field(ge=0, description="End in the content; exclusive.")
-    title: str
-    url: str
-
-
-class StoredAnnotation(BaseModel):
-    """An annotation of an answer."""
-
-    type: Literal["url_citation"] = "url_citation"
-    url_citation: UrlCitation
-
-
 class StoredMessage(BaseModel):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system", "tool"]
     content: str = ""
-    annotations: list[StoredAnnotation] = []
+    annotations: list[Annotation] = []
     reader: Annotated[dict[str, Any] | None, AfterValidator(_storable)] = Field(
         default=None, description="Figures of the answer, as the chat gave them."
     )

@@ -104,8 +104,8 @@ class ChatLogprobs(BaseModel):
 class UrlCitation(BaseModel):
     """A span of the answer that was copied from a document. Indices are Unicode code points of the content."""
 
-    start_index: int
-    end_index: int = Field(description="Exclusive.")
+    start_index: int = Field(ge=0)
+    end_index: int = Field(ge=0, description="Exclusive.")
     title: str
     url: str = Field(description="Opens the page at the span; names the version of the text that the span is in.")
 
