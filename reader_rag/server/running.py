@@ -189,6 +189,4 @@ def run(service: Service, taken: socket.socket, on_started: Callable[[], None] =
             server.run([taken])
     finally:
         taken.close()
-        if service.jobs is not None:
-            service.jobs.close(_JOBS_GRACE_S)
-        service.close()
+        service.close(_JOBS_GRACE_S)

@@ -55,10 +55,14 @@ class Service:
     jobs: Jobs | None = None
     conversations: Conversations | None = None
 
-    def close(self) -> None:
-        """End ingestions, and release the files. LLM and store stay open."""
+    def close(self, grace_s: float = 0.0) -> None:
+        """End ingestions, and release the files. LLM and store stay open.
+
+        Args:
+            grace_s: Seconds that running ingestions have to finish.
+        """
         if self.jobs is not None:
-            self.jobs.close(0.0)
+            self.jobs.close(grace_s)
         if self.library is not None:
             self.library.close()
         if self.conversations is not None:
