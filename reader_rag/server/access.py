@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -16,12 +15,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reader_rag.config import ServerConfig
-from reader_rag.errors import ReaderError
-from reader_rag.server.errors import ApiError, response_of
+from reader_rag.server.errors import ApiError, client_address, log_refusal, response_of
 from reader_rag.server.keys import ApiKey, KeyRing, hash_of
 from reader_rag.server.service import Service
-
-_log = logging.getLogger("reader_rag.server")
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -169,9 +165,7 @@ class AccessChecks:
         try:
             scope["reader_rag.caller"] = self._caller(scope)
         except ApiError as error:
-            address = (scope.get("client") or ("unknown", 0))[0]
-            reason = ReaderError(error.detail)  # one printable line
-            _log.warning("refused %s from %s: %d %s", scope["method"], address, error.status_code, reason)
+            log_refusal(scope, error)
             await response_of(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -226,7 +220,7 @@ class AccessChecks:
                 code="missing_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        address = (scope.get("client") or ("unknown", 0))[0]
+        address = client_address(scope)
         wait_s = self._wrong_keys.wait_s(address, key)
         if wait_s:
             raise ApiError(

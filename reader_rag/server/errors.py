@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from reader_rag.errors import (
     BusyError,
@@ -137,6 +138,27 @@ def response_of(error: BaseException) -> JSONResponse:
     if status in (429, 503):
         headers.setdefault("Retry-After", str(RETRY_S))
     return JSONResponse(body.model_dump(), status, headers)
+
+
+def client_address(scope: Scope) -> str:
+    """The address that a request came from.
+
+    Args:
+        scope: The request.
+    """
+    client: tuple[str, int] | None = scope.get("client")
+    return "unknown" if client is None else client[0]
+
+
+def log_refusal(scope: Scope, error: ApiError) -> None:
+    """Log that a request is refused before it reaches a route.
+
+    Args:
+        scope: The request.
+        error: The answer.
+    """
+    reason = ReaderError(error.detail)  # one printable line
+    _log.warning("refused %s from %s: %d %s", scope["method"], client_address(scope), error.status_code, reason)
 
 
 def log_bug(error: BaseException) -> None:

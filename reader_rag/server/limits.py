@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from reader_rag.config import ServerConfig
-from reader_rag.server.errors import ApiError, response_of
+from reader_rag.server.errors import ApiError, log_refusal, response_of
 
 _log = logging.getLogger("reader_rag.server")
 
@@ -68,8 +68,7 @@ class BodyLimits:
                 raise
         refused = body.refusal
         if refused is not None:
-            address = (scope.get("client") or ("unknown", 0))[0]
-            _log.warning("refused %s from %s: %d %s", scope["method"], address, refused.status_code, refused.detail)
+            log_refusal(scope, refused)
             if not started:
                 await response_of(refused)(scope, receive, send)
 
