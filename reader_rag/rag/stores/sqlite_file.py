@@ -255,23 +255,32 @@ class StoreFile:
         except sqlite3.ProgrammingError as error:
             raise StoreError(f"the store {self.path or 'in memory'} is closed; open it again") from error
         except sqlite3.Error as error:
-            raise self._store_error(error, writing) from error
+            raise store_error(error, str(self.path or "the store"), _REMEDY, writing=writing) from error
         except UnicodeDecodeError as error:  # a name or message in a damaged file
             raise self._damaged("a text") from error
 
-    def _store_error(self, error: sqlite3.Error, writing: bool) -> StoreError:
-        # The low byte is SQLite's primary result code.
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        if code in _BUSY:
-            return StoreBusyError(f"another process is writing to {self.path}; try again when it has finished")
-        if code in _NOT_A_DATABASE:
-            return StoreCorruptError(f"{self.path} is truncated, damaged or not a store ({error}); {_REMEDY}")
-        if writing:
-            return StoreWriteError(
-                f"{self.path or 'the store'} could not be written ({error}); "
-                "what was stored before is intact: make room or check permissions, then run the command again"
-            )
-        return StoreError(f"{self.path or 'the store'} could not be read ({error}); check the disk and permissions")
+
+def store_error(error: sqlite3.Error, file: str, remedy: str, *, writing: bool) -> StoreError:
+    """What an error of SQLite means for a file.
+
+    Args:
+        error: The error.
+        file: The file, in words.
+        remedy: What to do with a damaged file.
+        writing: Whether the file was being written, not only read.
+    """
+    # The low byte is SQLite's primary result code.
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if code in _BUSY:
+        return StoreBusyError(f"another process is writing to {file}; try again when it has finished")
+    if code in _NOT_A_DATABASE:
+        return StoreCorruptError(f"{file} is truncated, damaged or not a store ({error}); {remedy}")
+    if writing:
+        return StoreWriteError(
+            f"{file} could not be written ({error}); "
+            "what was stored before is intact: make room or check permissions, then try again"
+        )
+    return StoreError(f"{file} could not be read ({error}); check the disk and permissions")
 
 
 def _publish_empty(folder: Path) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reader_rag.errors import StoreBusyError, StoreCorruptError, StoreWriteError
+from reader_rag.errors import StoreCorruptError, StoreWriteError
+from reader_rag.rag.stores.sqlite_file import store_error
 
 FILE_NAME = "conversations.sqlite"
 
@@ -33,8 +34,6 @@ CREATE INDEX conversations_by_owner ON conversations (tenant, key, updated);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {_VERSION};
 """
-_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 @dataclass(frozen=True)
@@ -216,12 +215,7 @@ class Conversations:
         try:
             yield
         except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-            if code in _BUSY:
-                raise StoreBusyError(f"another process is writing to {self._path}; try again") from error
-            if code in _DAMAGED:
-                raise StoreCorruptError(f"{self._path} is damaged ({error}); move it away") from error
-            raise StoreWriteError(f"{self._path} cannot be used ({error}); check the disk and permissions") from error
+            raise store_error(error, str(self._path), "move it away", writing=True) from error
 
 
 def _words(title: str, messages: tuple[dict[str, Any], ...]) -> str:
