@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
@@ -18,6 +17,7 @@ from reader_rag.server.openai.responses import Annotation, RetrievedPassage, Url
 from reader_rag.server.openai.retrieval import Question, Retrieved, condensed, retrieve
 from reader_rag.server.openai.schemas import ChatRequest, ReaderOptions
 from reader_rag.server.service import Service
+from reader_rag.util.source_title import source_title
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+.!|<>~-])")
 _MOST_QUOTED = 120
@@ -103,8 +103,8 @@ class Sources:
             node = by_id[citation.node_id]
             url = self._url(node, texts, citation)
             if url is not None:
-                annotations.append(_annotation(citation, title_of(node), url))
-                quotes.append((title_of(node), url, citation.text))
+                annotations.append(_annotation(citation, _title(node), url))
+                quotes.append((_title(node), url, citation.text))
         taken = {citation.node_id for citation in citations}
         passages = [self._passage(source, texts, taken) for source in self.found.nodes]
         written = footer(quotes) if self._with_footer else ""
@@ -138,24 +138,12 @@ class Sources:
         id_ = document_id(node.ref_doc_id)
         return RetrievedPassage(
             document_id=id_,
-            title=title_of(node),
+            title=_title(node),
             url=citation_url(self._base_url, id_, document.version, *span),
             score=source.score,
             page=next((page.number for page in document.pages if page.start <= span[0] < page.end), None),
             copied=node.node_id in copied,
         )
-
-
-def title_of(node: BaseNode) -> str:
-    """What a node's document is called: its file name, and the page's label where it has pages.
-
-    Args:
-        node: The node.
-    """
-    path = node.metadata.get("file_name") or PurePath(str(node.metadata.get("file_path") or "")).name
-    title = str(path or node.ref_doc_id or "document")
-    page = node.metadata.get("page_label")
-    return f"{title}, page {page}" if page else title
 
 
 def footer(quotes: Sequence[tuple[str, str, str]]) -> str:
@@ -172,6 +160,10 @@ def footer(quotes: Sequence[tuple[str, str, str]]) -> str:
         quoted = line if len(line) <= _MOST_QUOTED else f"{line[:_MOST_QUOTED].rstrip()} …"
         lines.append(f"{number}. [{_escaped(title)}]({url}): “{_escaped(quoted)}”")
     return "\n\nSources:\n\n" + "\n".join(lines)
+
+
+def _title(node: BaseNode) -> str:
+    return source_title(node.metadata) or node.ref_doc_id or "document"
 
 
 def _escaped(text: str) -> str:
