@@ -191,8 +191,7 @@ class ToolRequest:
         """
         start = self._start(text)
         if start >= 0:
-            calls = self._separated(text, start) if self.format.separator else _calls(text, start)
-            return text[:start].rstrip(), calls
+            return text[:start].rstrip(), self._calls(text, start)
         return (text if whole else text[: self._safe(text)]), []
 
     def begun(self, text: str) -> bool:
@@ -244,36 +243,22 @@ class ToolRequest:
         separator = self.format.separator if self.format.separator_id is None else ""
         return text.startswith(name) and separator.startswith(rest)
 
-    def _separated(self, text: str, start: int) -> list[ToolCall]:
-        """The calls of a format with a separator."""
+    def _calls(self, text: str, start: int) -> list[ToolCall]:
+        """The calls in an answer from `start` on, the last one incomplete where the answer is."""
+        separated = bool(self.format.separator)
+        next_head = re.compile(rf"\s*{self.format.head(self._names)}").match if separated else _HEAD.search
         decoder, calls = json.JSONDecoder(), []
-        pattern = re.compile(rf"\s*{self.format.head(self._names)}")
-        head = pattern.match(text, start)
+        head = next_head(text, start)
         while head is not None:
-            name = head.group(1)
+            name = head.group(1) if separated else json.loads(head.group(1))
             try:
                 arguments, end = decoder.raw_decode(text, head.end())
             except json.JSONDecodeError:
                 calls.append(ToolCall(name, _partial(text[head.end() :]), complete=False, text=text[head.end() :]))
                 break
             calls.append(ToolCall(name, arguments, complete=True, text=text[head.end() : end]))
-            head = pattern.match(text, end)
+            head = next_head(text, end)
         return calls
-
-
-def _calls(text: str, start: int) -> list[ToolCall]:
-    decoder, calls = json.JSONDecoder(), []
-    head = _HEAD.search(text, start)
-    while head is not None:
-        name = json.loads(head.group(1))
-        try:
-            arguments, end = decoder.raw_decode(text, head.end())
-        except json.JSONDecodeError:
-            calls.append(ToolCall(name, _partial(text[head.end() :]), complete=False, text=text[head.end() :]))
-            break
-        calls.append(ToolCall(name, arguments, complete=True, text=text[head.end() : end]))
-        head = _HEAD.search(text, end)
-    return calls
 
 
 def _partial(text: str) -> dict[str, Any]:
