@@ -276,7 +276,7 @@ class ServerTokenizer:
 
         Args:
             conversation: Messages with `role` and `content`.
-            add_generation_prompt: Whether to end with the beginning of the assistant's message.
+            add_generation_prompt: Whether to end with the start of the assistant's message.
 
         Returns:
             Its token ids, those of the template included.

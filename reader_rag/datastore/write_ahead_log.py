@@ -168,7 +168,7 @@ class LogContent:
         damaged: Ranges of bytes that were skipped.
         version: Version of the file's format.
         recorded: The committed length by the file's record; 0: unknown.
-        crc: CRC-32 of the frames up to `end`, if the file was read from its beginning.
+        crc: CRC-32 of the frames up to `end`, if the file was read from its first byte.
     """
 
     changes: list[Change]
@@ -195,7 +195,7 @@ def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
     Args:
         path: The file.
         identity: Identity of the datastore.
-        start: Offset of a frame in bytes, in a file of this version; 0: the beginning of the file.
+        start: Offset of a frame in bytes, in a file of this version; 0: the start of the file.
 
     Raises:
         FileNotFoundError: There is no such file.

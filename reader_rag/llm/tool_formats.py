@@ -184,7 +184,7 @@ class ToolRequest:
 
         Args:
             text: The answer so far.
-            whole: Whether it is complete; else what may be the beginning of a call is held back.
+            whole: Whether it is complete; else what may be the start of a call is held back.
 
         Returns:
             The text before the calls, and the calls, the last one incomplete where the answer is.
@@ -216,7 +216,7 @@ class ToolRequest:
         """The characters that are no part of a call, whatever follows."""
         mark = self.format.mark
         if not mark:
-            # A call may begin where a name does, or the beginning of one, that only an id or a separator follow.
+            # A call may start at a name, or at a prefix of one, that only an id or a separator follow.
             more = len(self.format.separator) + 9 if self.format.id_mark else len(self.format.separator)
             starts = (
                 start
@@ -234,7 +234,7 @@ class ToolRequest:
         return [tool["function"]["name"] for tool in self.tools]
 
     def _may_begin(self, text: str, name: str) -> bool:
-        """Whether a text may be the beginning of a call of a tool, as far as its arguments."""
+        """Whether a text may be the start of a call of a tool, up to its arguments."""
         if len(text) <= len(name):
             return name.startswith(text)
         rest = text[len(name) :]

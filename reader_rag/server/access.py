@@ -23,7 +23,7 @@ KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 CLOSED = ("/api/", "/v1/", "/metrics", "/docs", "/openapi.json")
-"""Beginnings of the paths that need a key. The page, its files and the two checks of health need none."""
+"""Prefixes of the paths that need a key. The page, its files and the two checks of health need none."""
 OPERATORS = ("/metrics",)
 """Paths that only keys of operators may read: what is there counts the requests of all tenants."""
 

@@ -78,7 +78,7 @@ def _busy() -> ApiError:
 
 
 async def _events(engine: Engine, prepared: Prepared) -> AsyncIterator[dict[str, str]]:
-    """The events of a race. When the client goes away, the race ends with its next chunk."""
+    """The events of a race. When the client disconnects, the race ends with its next chunk."""
     loop, stop = asyncio.get_running_loop(), threading.Event()
     states: asyncio.Queue[str | None] = asyncio.Queue()
 

@@ -12,7 +12,7 @@ from llama_index.core.schema import BaseNode, TextNode
 _PAGE_BREAK = "\n\n"
 _LONGEST_GAP = 1 << 16
 _PARTS = ("page_label", "slide", "sheet", "chapter", "cells", "message")
-"""Metadata that names a part of a document whose nodes count characters from the part's beginning."""
+"""Metadata that names a part of a document whose nodes count characters from the part's start."""
 
 
 @lru_cache(maxsize=1 << 14)

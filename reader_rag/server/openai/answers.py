@@ -180,7 +180,7 @@ async def ending(prepared: Prepared, content: str, done: Generation) -> Ending:
 
 
 async def until_disconnected(request: Request, work: Awaitable[_Result]) -> _Result:
-    """The result of a piece of work, which is cancelled when the client goes away.
+    """The result of a piece of work, which is cancelled when the client disconnects.
 
     Args:
         request: The client's request, whose body was read.
@@ -232,7 +232,7 @@ def event_stream(chunks: AsyncGenerator[Any, None], grace_s: float) -> EventSour
     """A stream of chunks as server-sent events, up to `[DONE]`; an error midway is an event too.
 
     Args:
-        chunks: The chunks, models or JSON; closed when the client goes away.
+        chunks: The chunks, models or JSON; closed when the client disconnects.
         grace_s: Seconds that it may go on when the service is shut down.
     """
 
