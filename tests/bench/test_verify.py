@@ -208,6 +208,9 @@ def test_int8_in_the_own_forward_is_told_with_its_margin() -> None:
     assert text[-1] == "--exactness fast allows that rounding in int8 (bfloat16) changes tokens; strict does not"
 
 
+ON_CPU = ["--dtype", "float32", "--device", "cpu"]
+
+
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["verify", *map(str, arguments)])
 
@@ -216,18 +219,7 @@ def test_the_command_reads_prompts_and_prints_one_json_object(tiny_model_folder:
     file = tmp_path / "prompts.jsonl"
     rows = [{"id": f"q{number}", "category": "a", "turns": [text]} for number, text in enumerate(TEXTS)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    arguments = [
-        "--model",
-        tiny_model_folder,
-        "--prompts",
-        file,
-        "--max-tokens",
-        8,
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-    ]
+    arguments = ["--model", tiny_model_folder, "--prompts", file, "--max-tokens", 8, *ON_CPU]
     done = run(*arguments, "--temperature", 0.7, "--seeds", "1,2", "--batch", 2, "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
@@ -238,8 +230,8 @@ def test_the_command_reads_prompts_and_prints_one_json_object(tiny_model_folder:
 
 def test_without_a_file_there_are_prompts_of_its_own(tiny_model_folder: Path) -> None:
     done = run(
-        "--model", tiny_model_folder, "--categories", "chat", "--limit", 2, "--max-tokens", 4, "--dtype", "float32",
-        "--device", "cpu", "--exactness", "strict",
+        "--model", tiny_model_folder, "--categories", "chat", "--limit", 2, "--max-tokens", 4, *ON_CPU,
+        "--exactness", "strict",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "8 tokens of 2 answers compared: 0 differ; 0 have logits of other bits" in done.stdout
@@ -329,18 +321,7 @@ def test_a_prompt_that_is_too_long_is_left_out(tiny_model_folder: Path, tmp_path
     file = tmp_path / "prompts.jsonl"
     rows = [{"id": "long", "category": "a", "turns": ["the " * 3000]}, {"id": "q", "category": "a", "turns": ["in"]}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    arguments = [
-        "--model",
-        tiny_model_folder,
-        "--prompts",
-        file,
-        "--max-tokens",
-        4,
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-    ]
+    arguments = ["--model", tiny_model_folder, "--prompts", file, "--max-tokens", 4, *ON_CPU]
     done = run(*arguments, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["answers"] == 1

@@ -10,7 +10,7 @@ import pytest
 from asking import ask
 from conftest import watched
 from costs_stub import EverythingPays
-from pdfs import make_pdf
+from made_files import pdf
 from playwright.sync_api import Browser, Page, expect
 from saying import saying
 from serving import serving
@@ -25,7 +25,7 @@ ON_NIGHT = "The barn owl hunts at night"
 ON_SITES = "Grey herons nested at four sites"
 SITES = "four sites"  # the end of a copy: its first words may be decoded before a draft finds it
 TEXT = f"Birds 🦉 of prey, é and 𐍈. {ON_NIGHT}, and it finds mice by their sound alone. It nests in old towers.\n"
-PDF = make_pdf(
+PDF = pdf(
     "Annual report of the wetland trust. The trust looks after nine sites in the valley.",
     f"Counts of birds rose. {ON_SITES} and two more on the coast.",
 )
