@@ -157,9 +157,9 @@ class Weights:
         attended, gated, branch = buffer(self.sizes["q"]), buffer(self.sizes["gate"]), buffer(self.hidden)
         if not self.packed:
             normed = FloatRows(buffer(self.hidden))
-            return Buffers(normed, heads, attended, FloatRows(attended), gated, FloatRows(gated), branch)
+            return Buffers(normed, heads, attended, FloatRows(attended), normed, gated, FloatRows(gated), branch)
         inputs = {name: quantised_rows(rows, *sizes) for name, sizes in self.packed.items()}
-        return Buffers(inputs["q"], heads, attended, inputs["o"], gated, inputs["down"], branch)
+        return Buffers(inputs["q"], heads, attended, inputs["o"], inputs["gate"], gated, inputs["down"], branch)
 
     def logits(self, rows: int) -> Array:
         """Room for the outputs of the head: float32 [rows up to a multiple of 4, at least the vocabulary]."""
@@ -257,8 +257,8 @@ def _check_sizes(features: int, sizes: Sequence[int]) -> None:
 def _packed(groups: Sequence[Sequence[Any]], shapes: Sequence[Any]) -> dict[str, tuple[int, int]]:
     """`Weights.packed` of a layer."""
     limbs = [{module.limbs for module in modules} for modules in groups]
-    if any(len(counts) > 1 for counts in limbs) or 2 in limbs[0] | limbs[2]:
-        raise UnknownPartError("layers whose inputs are normalised have one limb")
+    if any(len(counts) > 1 for counts in limbs) or 2 in limbs[2]:
+        raise UnknownPartError("layers that share their inputs have as many limbs, those of a gate one")
     return {group[0]: (int(shapes[n][1]), limbs[n].pop()) for n, group in enumerate(FUSED_LINEARS)}
 
 

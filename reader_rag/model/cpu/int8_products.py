@@ -234,14 +234,14 @@ def project_heads(inputs: Any, rows: Any, linear: Any, heads: Any) -> None:
     """Queries, keys and values.
 
     Args:
-        inputs: `QuantisedRows`, in one limb.
+        inputs: `QuantisedRows`.
         rows: Rows to compute.
         linear: `PackedLinear` of the queries, the keys and the values.
         heads: `Heads`, each of a multiple of 16 features; overwritten.
     """
-    weight, values = linear.weight, inputs.values
+    weight, values, limbs = linear.weight, inputs.values, inputs.limbs
     q, k, v = heads.q, heads.k, heads.v
-    first_k, blocks = q.shape[1] // FEATURES, weight.shape[0]
+    first_k, blocks, at_once = q.shape[1] // FEATURES, weight.shape[0], TILE_ROWS // inputs.limbs
     first_v = first_k + k.shape[1] // FEATURES
     tiles = blocks // TILE_BLOCKS
     for task in prange(tiles + blocks - tiles * TILE_BLOCKS):
@@ -250,22 +250,27 @@ def project_heads(inputs: Any, rows: Any, linear: Any, heads: Any) -> None:
         n = np.int64(task)
         first, second = (n * _HALF, (tiles + n) * _HALF) if is_tile else (n + tiles * (TILE_BLOCKS - 1), np.int64(0))
         wide = np.int64(TILE_BLOCKS if is_tile else 1)
-        for row in range(0, rows, TILE_ROWS):
-            count = min(TILE_ROWS, rows - row)
+        step = wide * FEATURES
+        for row in range(0, rows, at_once):
+            count = min(at_once, rows - row)
             if is_tile:
-                _multiply(weight, first, second, values, row, count, sums)
+                _multiply(weight, first, second, values, row * limbs, count * limbs, sums)
             else:
-                _multiply_one(weight, first, values, row, count, sums)
+                _multiply_one(weight, first, values, row * limbs, count * limbs, sums)
             for j in range(count):
                 for b in range(wide):
                     block = first + b if b < _HALF else second + b - _HALF
-                    at, r = (j * wide + b) * FEATURES, row + j
+                    at, r = (j * limbs * wide + b) * FEATURES, row + j
                     if block < first_k:
-                        _write_one(sums, at, 0, inputs, r, linear, block, q, r, block * FEATURES)
+                        out, column = q, block * FEATURES
                     elif block < first_v:
-                        _write_one(sums, at, 0, inputs, r, linear, block, k, r, (block - first_k) * FEATURES)
+                        out, column = k, (block - first_k) * FEATURES
                     else:
-                        _write_one(sums, at, 0, inputs, r, linear, block, v, r, (block - first_v) * FEATURES)
+                        out, column = v, (block - first_v) * FEATURES
+                    if limbs == 1:
+                        _write_one(sums, at, step, inputs, r, linear, block, out, r, column)
+                    else:
+                        _write_two(sums, at, step, inputs, r, linear, block, out, r, column)
 
 
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)

@@ -108,20 +108,22 @@ class Buffers(NamedTuple):
     """What layers overwrite.
 
     Attributes:
-        normed: The inputs of the attention and of the feed-forward layer: `FloatRows` or `QuantisedRows`.
+        attention: The inputs of the attention: `FloatRows` or `QuantisedRows`.
         heads: `Heads`.
         attended: float32 [rows up to a multiple of 4, heads * width].
         output: `attended` as the inputs of a product: `FloatRows` of the same array, or `QuantisedRows`.
+        feed: The inputs of the feed-forward layer, as those of the attention.
         gated: float32 [rows up to a multiple of 4, intermediate size].
         down: `gated` as the inputs of a product.
         branch: float32 [rows up to a multiple of 4, hidden size], outputs that are normalised or scaled before they
             are added; empty if none are.
     """
 
-    normed: Any
+    attention: Any
     heads: Any
     attended: Any
     output: Any
+    feed: Any
     gated: Any
     down: Any
     branch: Any
@@ -246,12 +248,12 @@ def compute_layers(
         caches: `Caches` of the first layer; the arrays of the others follow in memory.
         buffers: `Buffers`.
     """
-    normed, heads, branch, like = buffers.normed, buffers.heads, buffers.branch, weights.like
+    heads, branch, like = buffers.heads, buffers.branch, weights.like
     layer_bytes = heads.k.shape[1] * caches.capacities * caches.like.itemsize
     for n in range(weights.norms.shape[0]):
         linears = _linears_of(weights, n)
-        _norm_rows(x, rows, _norm(weights, form, n, _INPUT_NORM), normed)
-        _project_heads(normed, rows, linears.heads, heads)
+        _norm_rows(x, rows, _norm(weights, form, n, _INPUT_NORM), buffers.attention)
+        _project_heads(buffers.attention, rows, linears.heads, heads)
         here = Caches(
             caches.starts,
             caches.committed,
@@ -272,8 +274,8 @@ def compute_layers(
         _quantise_rows(buffers.attended, rows, buffers.output)
         norm = _norm(weights, form, n, _ATTENDED_NORM)
         _add_product(buffers.output, rows, linears.output, norm, form.residual_scale, x, branch, like)
-        _norm_rows(x, rows, _norm(weights, form, n, _GATED_NORM), normed)
-        _project_gated(normed, rows, linears.gated, form.gelu, buffers.gated)
+        _norm_rows(x, rows, _norm(weights, form, n, _GATED_NORM), buffers.feed)
+        _project_gated(buffers.feed, rows, linears.gated, form.gelu, buffers.gated)
         _quantise_rows(buffers.gated, rows, buffers.down)
         norm = _norm(weights, form, n, _FED_NORM)
         _add_product(buffers.down, rows, linears.down, norm, form.residual_scale, x, branch, like)

@@ -11,16 +11,15 @@ from torch.nn.functional import linear
 
 from reader_rag.model.quantization.int8 import quantise_rows, split_rows
 
-FOLDING = "smooth-2"
+FOLDING = "smooth-3"
 """Names how factors are chosen. Change it when they change: weights that were quantised before are then made anew."""
 
-_ACTIVATION_EXPONENTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-_WEIGHT_EXPONENTS = (0.0, 0.25, 0.5)
-"""Of magnitudes, in the factors that are tried."""
+_ACTIVATION_EXPONENT, _WEIGHT_EXPONENT = 0.3, 0.5
+"""Of magnitudes, in the factors that are refined."""
 _WEIGHTS_SHARE = 0.6
 """Of the error of weights that are rounded to nearest, what is left of it where errors make up for each other."""
-_STEPS, _RATE = 150, 0.02
-"""Of refining factors."""
+_STEPS, _RATE = 50, 0.1
+"""Of refining factors; the rate falls to 0."""
 _FEATURES = 512
 """Features of each layer with which factors are compared."""
 _LEAST = 1e-4
@@ -33,7 +32,7 @@ def best_factors(
 ) -> torch.Tensor:
     """The factors with which quantised products of activations and weights are nearest to those in floating point.
 
-    Tried are `activation ** a / weight ** b` of each channel's magnitudes for several a and b.
+    They are refined from powers of the channels' magnitudes in the activations and in the weights.
 
     Args:
         rows: float32 [rows, channels], some activations.
@@ -47,15 +46,9 @@ def best_factors(
     activation = _relative(magnitudes)
     weight = _relative(torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0))
     chosen = [_some(weight, _FEATURES).float() for weight in weights]
-    best, least = torch.ones_like(activation), float("inf")
-    for a in _ACTIVATION_EXPONENTS:
-        for b in _WEIGHT_EXPONENTS:
-            factors = activation**a / weight**b
-            error = _error(rows, chosen, factors, limbs)
-            if error < least:
-                best, least = factors, error
-    refined = _refined(best, rows, chosen, limbs)
-    return refined if _error(rows, chosen, refined, limbs) < least else best
+    start = activation**_ACTIVATION_EXPONENT / weight**_WEIGHT_EXPONENT
+    tried = (torch.ones_like(start), start, _refined(start, rows, chosen, limbs))
+    return min(tried, key=lambda factors: _error(rows, chosen, factors, limbs))
 
 
 @torch.enable_grad()
@@ -77,6 +70,7 @@ def _refined(factors: torch.Tensor, rows: torch.Tensor, weights: list[torch.Tens
     exact = [linear(rows, weight).square().sum().clamp_(min=1e-30) for weight in weights]
     logarithms = factors.log().requires_grad_()
     optimizer = torch.optim.Adam([logarithms], lr=_RATE)
+    rates = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, _STEPS)
     for _ in range(_STEPS):
         current = logarithms.exp()
         row_steps = (rows / current).abs().amax(1).square().sum() * finer
@@ -89,6 +83,7 @@ def _refined(factors: torch.Tensor, rows: torch.Tensor, weights: list[torch.Tens
         optimizer.zero_grad()
         error.log().backward()
         optimizer.step()
+        rates.step()
     return logarithms.detach().exp()
 
 

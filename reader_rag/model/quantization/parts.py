@@ -24,8 +24,8 @@ Form = Literal["int8", "half", "tied", "int8 table", "table of head", "half tabl
 weight. Embeddings: "int8 table"; "table of head": the head's int8 weight; "half table": 16 bits. "island": a part that
 computes in 16 bits, whose inputs and outputs are converted."""
 _HEAD_LIMBS = 2
-_TWO_LIMBS = ("down_proj",)
-"""Linear layers whose inputs have outliers that no folding evens out."""
+_TWO_LIMBS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "down_proj")
+"""Linear layers whose inputs decide where attention looks, or have outliers that no folding evens out."""
 _READ_DIRECTLY = ("dt_proj",)
 """Linear layers whose weight the model uses without calling them (Mamba's step sizes)."""
 

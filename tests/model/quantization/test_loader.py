@@ -93,11 +93,11 @@ def test_an_untied_embedding_is_an_int8_matrix_of_its_own(tmp_path: Path) -> Non
     assert torch.equal(model.model.embed_tokens.table.quantised.values, weight.values)
 
 
-def test_output_head_and_down_projection_multiply_activations_of_two_limbs(tmp_path: Path) -> None:
+def test_head_queries_keys_values_and_down_projection_multiply_activations_of_two_limbs(tmp_path: Path) -> None:
     saved(tmp_path / "model")
     model = int8(tmp_path / "model")
     layer = model.model.layers[0]
-    assert [layer.get_submodule(name).limbs for name in LAYER] == [1, 1, 1, 1, 1, 1, 2]
+    assert [layer.get_submodule(name).limbs for name in LAYER] == [2, 2, 2, 1, 1, 1, 2]
     assert model.lm_head.limbs == 2
 
 
