@@ -79,7 +79,7 @@ def test_arguments_of_another_type_are_refused(tiny_engine: Engine, arguments: d
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("returned", [None, "yes", object(), {}, [None], [1, [2]]], ids=repr)
+@pytest.mark.parametrize("returned", [None, "yes", object, {}, [None], [1, [2]]], ids=repr)
 def test_a_criterion_must_say_whether_to_stop(tiny_engine: Engine, returned: Any) -> None:
     def undecided(ids: torch.Tensor, _: None) -> Any:
         return returned

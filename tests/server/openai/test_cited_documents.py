@@ -56,7 +56,7 @@ def test_every_citation_has_the_documents_characters(shared_data: Path, real_eng
     embedding, folder = LocalEmbedding("minilm"), tmp_path / "store"
     ingest([tmp_path / "docs"], folder, embed_model=embedding)
     with FaissStore.open(folder, embed_model=embedding) as store:
-        llm = ReaderLLM.from_engine(real_engine, max_tokens=96)
+        llm = ReaderLLM.from_engine(real_engine, max_tokens=64)
         service = open_service(llm, "smollm2", store=store, embedding=embedding, folder=folder)
         server = uvicorn.Server(uvicorn.Config(create_app(service), port=0, log_level="warning"))
         thread = threading.Thread(target=server.run, daemon=True)
