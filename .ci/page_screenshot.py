@@ -24,11 +24,7 @@ import uvicorn
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 
-from reader_rag import FaissStore, ReaderLLM, configure_threads
-from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
-from reader_rag.rag.embedding import LocalEmbedding
-from reader_rag.server.app import create_app
-from reader_rag.server.running import open_service
+from reader_rag import configure_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted((ROOT / "examples" / "documents").glob("*.md"))
@@ -56,14 +52,17 @@ def main() -> None:
         page.locator(".toast .icon").evaluate_all("buttons => buttons.forEach(button => button.click())")
         _save(page.screenshot(), "page.png")
         _save(page.screenshot(clip=_around_first(page)), "answer.png")
-        shown = page.locator(".answer").first
-        stats = shown.locator(".stats").inner_text()
-        _write_answer(page, stats)
-        print(stats)
+        _write_answer(page)
+        print(page.locator(".stats").first.inner_text())
 
 
 def _serve(stack: ExitStack) -> str:
     """The address of a service over an empty store, until the stack is closed."""
+    from reader_rag import FaissStore, LocalEmbedding, ReaderLLM
+    from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
+    from reader_rag.server.app import create_app
+    from reader_rag.server.running import open_service
+
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
     embedding = LocalEmbedding(DEFAULT_EMBED_MODEL)
     store = stack.enter_context(FaissStore(folder, embed_model=embedding))
@@ -87,8 +86,8 @@ def _ask(page: Page, question: str) -> None:
 
 
 def _around_first(page: Page) -> dict[str, float]:
-    """The rectangle of the first question and its answer."""
-    question, answer = page.locator(".question").first.bounding_box(), page.locator(".answer").first.bounding_box()
+    """The rectangle of the first question and its answer, without the line of figures below it."""
+    question, answer = page.locator(".question").first.bounding_box(), page.locator(".answer-text").first.bounding_box()
     assert question is not None
     assert answer is not None
     left, top = min(question["x"], answer["x"]) - 16, question["y"] - 16
@@ -105,8 +104,9 @@ def _save(png: bytes, name: str) -> None:
     print(f"{target.relative_to(ROOT)}: {target.stat().st_size // 1000} kB")
 
 
-def _write_answer(page: Page, stats: str) -> None:
-    """Write the first answer into the start page, each copied span linked to its document."""
+def _write_answer(page: Page) -> None:
+    """Write the first answer into the start page, each copied span linked to its document; without its speed."""
+    stats = page.locator(".stats").first.inner_text().partition(" · ")[2]
     pieces = page.locator(".answer-text").first.evaluate(
         """text => [...text.querySelectorAll("p")].flatMap(p => [...p.childNodes])
             .map(node => [node.textContent, node.classList?.contains("copied") ? node.title : ""])"""
