@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
     FilterCondition,
@@ -88,6 +89,20 @@ class MilvusStore(DatabaseStore):
         StoreNotFoundError: There is no such collection, and `must_exist` is set.
         StoreMismatchError: The collection was made by another program or for another embedding model.
     """
+
+    # A type checker takes the fields of a pydantic class for its arguments unless it has an `__init__` of its own.
+    def __init__(
+        self,
+        url: str | DatabaseUrl,
+        *,
+        embed_model: BaseEmbedding | None = None,
+        similarity_cutoff: float | None = None,
+        must_exist: bool = False,
+        tenant: str = "",
+    ) -> None:
+        super().__init__(
+            url, embed_model=embed_model, similarity_cutoff=similarity_cutoff, must_exist=must_exist, tenant=tenant
+        )
 
     @classmethod
     def database_at(cls, url: DatabaseUrl) -> MilvusDatabase:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
     FilterCondition,
@@ -68,6 +69,20 @@ class QdrantStore(DatabaseStore):
         StoreNotFoundError: There is no such collection, and `must_exist` is set.
         StoreMismatchError: The collection was made by another program or for another embedding model.
     """
+
+    # A type checker takes the fields of a pydantic class for its arguments unless it has an `__init__` of its own.
+    def __init__(
+        self,
+        url: str | DatabaseUrl,
+        *,
+        embed_model: BaseEmbedding | None = None,
+        similarity_cutoff: float | None = None,
+        must_exist: bool = False,
+        tenant: str = "",
+    ) -> None:
+        super().__init__(
+            url, embed_model=embed_model, similarity_cutoff=similarity_cutoff, must_exist=must_exist, tenant=tenant
+        )
 
     @classmethod
     def database_at(cls, url: DatabaseUrl) -> QdrantDatabase:

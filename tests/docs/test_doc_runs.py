@@ -50,11 +50,11 @@ SAYS: dict[str, list[str]] = {
         "It is sunny.",
     ],
     "docs/tutorials/agent.md": [
-        '{"name": "search", "arguments": {"words": "stations open"}}',
-        "From 7:00 to 22:00.",
+        '{"name": "search", "arguments": {"words": "flat tyre"}}',
+        "Call the workshop.",
     ],
     "docs/tutorials/structured-answers.md": [
-        '{"place": "the river", "kind": "opening hours", "closes_at": "22:00"}',
+        '{"phone": "555 0134", "opens_at": "8:00", "closes_at": "18:00"}',
     ],
     "docs/grammar.md": [
         "Yes",
@@ -72,9 +72,9 @@ PRINTS = {
     "README.md": ["heron.txt"],
     "docs/agents.md": ["weather {'city': 'Paris', 'unit': 'C'}", "It is sunny."],
     "docs/grammar.md": ["France", "Rome", "Oslo"],
-    "docs/tutorials/agent.md": ["searching: stations open", "From 7:00 to 22:00."],
+    "docs/tutorials/agent.md": ["searching: flat tyre", "Call the workshop."],
     "docs/tutorials/own-model.md": ["tree"],
-    "docs/tutorials/structured-answers.md": ['"closes_at":"22:00"'],
+    "docs/tutorials/structured-answers.md": ['"closes_at":"18:00"'],
     "docs/tutorials/tenants.md": ["ann ['repairs.md', 'stations.md']", "bob ['workshop.txt']"],
     "docs/ingestion.md": ["Ann An owl hunts at night."],
 }
