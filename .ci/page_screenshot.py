@@ -113,7 +113,7 @@ def _write_answer(page: Page) -> None:
     )
     text = ""
     for piece, title in pieces:
-        name = title.removeprefix("Copied from ")
+        name = title.removeprefix("Copied from ").partition(",")[0]
         shown = html.escape(re.sub(r"\s+", " ", piece), quote=False)
         text += f"[<u>{shown.strip()}</u>](../examples/documents/{name})" if name else shown
     lines = [f"> **{QUESTIONS[0]}**", ">", f"> {text.strip()}", ">", f"> <small>{stats}</small>"]
