@@ -7,7 +7,7 @@ from typing import Any
 from reader_rag.config.batch import BatchConfig
 from reader_rag.config.datastore import DatastoreConfig
 from reader_rag.config.draft import DraftConfig
-from reader_rag.config.engine import EngineConfig, Exactness, Forward, LoadConfig, ProfileMode, Quantization
+from reader_rag.config.engine import CudaGraphs, EngineConfig, Exactness, Forward, LoadConfig, ProfileMode, Quantization
 from reader_rag.config.grammar import Grammar
 from reader_rag.config.reading import ReadLimits
 from reader_rag.config.sampling import SamplingParams
@@ -18,6 +18,7 @@ from reader_rag.config.tools import ToolConfig
 
 __all__ = [
     "BatchConfig",
+    "CudaGraphs",
     "DatastoreConfig",
     "DraftConfig",
     "EngineConfig",

@@ -15,6 +15,7 @@ from reader_rag.errors import ConfigError
 
 Exactness = Literal["fast", "strict"]
 Forward = Literal["auto", "torch"]
+CudaGraphs = Literal["auto", "on", "off"]
 ProfileMode = Literal["auto", "off"]
 Quantization = Literal["none", "int8"]
 
@@ -56,6 +57,12 @@ class EngineConfig(Settings):
         "default of the kind of device. Rounded up to a multiple of 4.",
         ge=2,
         le=256,
+    )
+    cuda_graphs: CudaGraphs = setting(
+        "auto",
+        '"auto": on a CUDA device, decode steps have few shapes, each recorded as a CUDA graph and replayed, where '
+        'the model allows it. "on": the same shapes on the CPU too, not recorded, with forward="torch": for tests. '
+        '"off": every step has the shape it needs.',
     )
     batch: BatchConfig = setting(BatchConfig(), "Settings of the scheduler: batch size, KV cache memory and queue.")
     prefix_bytes: int | None = setting(

@@ -29,6 +29,7 @@ from reader_rag.engine.stream import GenerationStream
 from reader_rag.engine.text.encoder import PromptEncoder
 from reader_rag.errors import BatchError, BusyError, ConfigError
 from reader_rag.kv_cache.prefix_cache import PrefixCache
+from reader_rag.model.fixed_step.select import add_fixed_step
 from reader_rag.model.interface import TargetModel
 from reader_rag.model.profile_task import load_profile
 from reader_rag.model.select_target import Drafting, select_reuse, select_target
@@ -380,13 +381,12 @@ class Engine:
         # Loads the compiled loops of drafting here rather than in the first answer.
         TreeBuilder(max_nodes=1).build(ContextIndex([0, 1, 0]))
         config = self.config
-        return select_target(
-            self.model,
-            name=self.name,
-            exactness=config.exactness,
-            forward=config.forward,
-            strict_width=config.strict_width,
+        width = config.strict_width
+        target, drafting = select_target(
+            self.model, name=self.name, exactness=config.exactness, forward=config.forward, strict_width=width
         )
+        add_fixed_step(target, config.cuda_graphs, name=self.name, max_bytes=config.batch.max_cache_bytes)
+        return target, drafting
 
     def _prefix_bytes(self) -> int:
         if self.config.prefix_bytes is not None:

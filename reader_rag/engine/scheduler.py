@@ -272,6 +272,8 @@ class Scheduler:
         target = self._context.target
         states = sum(row.sequence.state_bytes for row in rows)
         sizes = [(row.sequence.positions, row.sequence.request.draft.max_nodes) for row in rows]
+        if target.fixed_step is not None and rows:
+            return states + target.fixed_step.cache_bytes(sizes)
         if target.pads and len(rows) > 1:
             positions, nodes = (max(column) for column in zip(*sizes, strict=True))
             return states + len(rows) * target.cache_bytes(int(ROOM * positions) + 1, nodes)

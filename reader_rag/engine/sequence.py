@@ -32,7 +32,7 @@ from reader_rag.model.step_costs import Rest, asked_positions_pay
 from reader_rag.sampling.accept import accept_path
 from reader_rag.sampling.logits_processors import any_met
 from reader_rag.sampling.logprobs import TokenLogprobs, token_logprobs
-from reader_rag.sampling.sampler import Verified
+from reader_rag.sampling.sampler import Verified, greedy
 from reader_rag.sampling.topk import TopK
 
 _log = logging.getLogger(__name__)
@@ -205,6 +205,12 @@ class DecodeSequence:
         assert self._state is not None
         assert self._state.states is not None
         return self._state.states.take(positions)
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether more of its logits is used than their best tokens: to sample, to report or to constrain."""
+        request = self.request
+        return request.sampler is not greedy or request.params.logprobs is not None or request.params.record_margins
 
     def learn_asked(self, positions: NDArray[np.int32], logits: torch.Tensor, top: TopK | None) -> None:
         """Learn what follows positions of the prompt.

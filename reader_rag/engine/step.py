@@ -16,7 +16,7 @@ from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.observer import StepReport
 from reader_rag.engine.sequence import DecodeSequence
 from reader_rag.model.compiled.weights import padded
-from reader_rag.model.interface import Step
+from reader_rag.model.interface import Passed, Step
 from reader_rag.sampling.topk import TopK, fetch_top_k
 from reader_rag.util.out_of_memory import is_out_of_memory
 
@@ -94,9 +94,11 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
 
 def _within_budget(context: DecodeContext, trees: dict[DecodeSequence, DraftTree]) -> dict[DecodeSequence, DraftTree]:
     """The nodes of each tree that pay for their verification, chosen together where sequences share a pass."""
-    costs = context.costs.current
+    costs, fixed_step = context.costs.current, context.target.fixed_step
+    widest = 0 if fixed_step is None else fixed_step.widest(len(trees))
+    most = widest - 1 if widest else max(map(len, trees.values()), default=0)
     if costs is None:
-        return trees
+        return {sequence: tree.head(most) for sequence, tree in trees.items()}
     sizes: list[int] = []
     groups = [list(trees)] if context.target.shares else [[sequence] for sequence in trees]
     for group in groups:
@@ -109,8 +111,8 @@ def _within_budget(context: DecodeContext, trees: dict[DecodeSequence, DraftTree
             )
     heads = {}
     for (sequence, tree), size in zip(trees.items(), sizes, strict=True):
-        sequence.rest.drafted(size, len(tree))
-        heads[sequence] = tree.head(size)
+        sequence.rest.drafted(min(size, most), len(tree))
+        heads[sequence] = tree.head(min(size, most))
     return heads
 
 
@@ -165,10 +167,23 @@ def _pass_over(
 ) -> dict[DecodeSequence, _Verified]:
     asking = [sequence for sequence in steps if sequence in asked]
     states = [sequence.states_at(asked[sequence]) for sequence in asking]
-    logits = context.target.verify_batch(list(steps.values()), states)
-    tops = fetch_top_k(logits, learns=any(sequence.learns for sequence in steps))
-    found = list(zip(logits, tops, strict=True))
-    verified = {sequence: _Verified(*one) for sequence, one in zip(steps, found[: len(steps)], strict=True)}
-    for sequence, (rows, top) in zip(asking, found[len(steps) :], strict=True):
+    found = _passed(context, steps, states)
+    verified = {sequence: _Verified(*one[:2]) for sequence, one in zip(steps, found[: len(steps)], strict=True)}
+    for sequence, (rows, top, _) in zip(asking, found[len(steps) :], strict=True):
         verified[sequence] = verified[sequence]._replace(asked=rows, asked_top=top)
     return verified
+
+
+def _passed(
+    context: DecodeContext, steps: Mapping[DecodeSequence, Step], states: Sequence[torch.Tensor]
+) -> Sequence[Passed]:
+    """What a pass computed for each sequence, then for each of `states`: by the fixed step where it takes these."""
+    target = context.target
+    if target.fixed_step is not None:
+        wanted = [sequence.wants_logits for sequence in steps]
+        found = target.fixed_step.run(list(steps.values()), target.logits_of(states), wanted)
+        if found is not None:
+            return found
+    logits = target.verify_batch(list(steps.values()), states)
+    tops = fetch_top_k(logits, learns=any(sequence.learns for sequence in steps))
+    return [Passed(*one) for one in zip(logits, tops, strict=True)]

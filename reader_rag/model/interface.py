@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +14,7 @@ from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.sampling.topk import TopK
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,53 @@ class Step:
     root: int
     tree: DraftTree
     cache: Any
+
+
+class Passed(NamedTuple):
+    """What a pass computed for one sequence.
+
+    Attributes:
+        logits: [1 + nodes, vocabulary], after the root and after each node.
+        top: Their best tokens; None: not computed yet.
+        hidden: [layers, 1 + nodes, size], hidden states behind the layers that were configured; None: of no layer.
+    """
+
+    logits: torch.Tensor
+    top: TopK | None
+    hidden: torch.Tensor | None = None
+
+
+class RankedStep(Protocol):
+    """A decode step in fixed shapes that ranks its logits on the device: `FixedStep`."""
+
+    def widest(self, sequences: int) -> int:
+        """Most positions of each of so many sequences in one pass, root included; 0: they share none.
+
+        Args:
+            sequences: Sequences of the pass.
+        """
+
+    def run(
+        self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = (), wanted: Sequence[bool] = ()
+    ) -> list[Passed] | None:
+        """Verify the drafts of several sequences in one pass.
+
+        Args:
+            steps: At least one, each with a cache of its own.
+            asked: Logits that were computed beside the pass, [n, vocabulary] each, to be ranked with its own.
+            wanted: For each step, whether its logits are copied to the host too.
+
+        Returns:
+            For each step, then for each of `asked`, its logits and best tokens, which hold until the next pass; None:
+            such a pass has no fixed shape.
+        """
+
+    def cache_bytes(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Bytes of the key/value cache of some sequences.
+
+        Args:
+            sizes: At least one: most committed positions, and most nodes of a draft.
+        """
 
 
 @dataclass(frozen=True)
@@ -70,6 +118,7 @@ class TargetModel(Protocol):
         shares: Whether several sequences share a pass at all.
         hidden_width: Numbers of a hidden state from which the head computes logits; 0: it computes none later on.
         head_share: Share of a pass over one position that the head's product takes: its part of the weights.
+        fixed_step: The step in fixed shapes, tried before every dynamic one; None: there is none.
     """
 
     model: PreTrainedModel
@@ -80,6 +129,7 @@ class TargetModel(Protocol):
     shares: bool
     hidden_width: int
     head_share: float
+    fixed_step: RankedStep | None
 
     @property
     def device(self) -> torch.device:
@@ -140,6 +190,16 @@ class TargetModel(Protocol):
         Returns:
             For each step the logits that `verify` returns, then for each of `asked` its logits, [n, vocabulary]; these
             rank tokens as the model does (it may scale or cap them still).
+        """
+
+    def logits_of(self, asked: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The logits of hidden states of prompts, computed beside a pass.
+
+        Args:
+            asked: [n, `hidden_width`] each.
+
+        Returns:
+            For each of them [n, vocabulary].
         """
 
     def deepest(self, root: int) -> int | None:

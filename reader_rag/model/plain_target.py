@@ -13,7 +13,7 @@ from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
-from reader_rag.model.interface import Reuse, Step
+from reader_rag.model.interface import RankedStep, Reuse, Step
 from reader_rag.model.target import context_window
 
 _STATES = ("past_key_values", "cache_params", "state")
@@ -74,6 +74,7 @@ class PlainTarget:
     Attributes:
         cpu: None.
         fixed: None.
+        fixed_step: None.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -81,6 +82,7 @@ class PlainTarget:
         self.config: Any = model.config.get_text_config(decoder=True)
         self.cpu: CpuForward | None = None
         self.fixed: FixedShape | None = None
+        self.fixed_step: RankedStep | None = None
         self.pads = self.shares = False
         self.hidden_width, self.head_share = 0, 1.0
         self._parameters = frozenset(inspect.signature(model.forward).parameters)
@@ -168,6 +170,10 @@ class PlainTarget:
             For each sequence, its logits [1, vocabulary].
         """
         return [self.verify(step.root, step.tree, step.cache) for step in steps]
+
+    def logits_of(self, asked: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """None: there are no hidden states."""
+        return ()
 
     def _read(self, token_ids: Sequence[int], cache: PlainCache) -> torch.Tensor:
         """Read tokens behind the committed ones; logits [1, vocabulary] of the last."""

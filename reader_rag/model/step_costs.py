@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from reader_rag.draft.kernels import pool as kernels
 from reader_rag.draft.prompt_successors import ASKED
@@ -345,6 +346,24 @@ def _device_of(target: TargetModel) -> str:
     else:
         vectors = sorted(feature for feature in cpu_features() if feature.startswith(_VECTORS))
         name = f"{device.type} {cpu_name()}, {platform.machine()} {' '.join(vectors)}"
-    forward = "torch" if target.cpu is None else "compiled"
+    forward = "compiled" if target.cpu is not None else "torch" if target.fixed_step is None else "fixed torch"
     cpu = torch.backends.cpu.get_cpu_capability()
     return f"{name}, {cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, {forward} forward {_VERSION}"
+
+
+def head_share_of(model: PreTrainedModel) -> float:
+    """The head's part of the bytes that a pass over one position reads; tied weights are counted once.
+
+    Args:
+        model: The model.
+    """
+    head = _bytes_of(model.get_output_embeddings())
+    inputs = _bytes_of(model.get_input_embeddings())
+    rows = sum(count for tensor, count in inputs.items() if tensor not in head)  # one of which is read
+    return sum(head.values()) / max(sum(_bytes_of(model).values()) - rows, 1) if head else 1.0
+
+
+def _bytes_of(module: torch.nn.Module | None) -> dict[int, int]:
+    """Bytes of each tensor of a module, by its id."""
+    tensors = () if module is None else (*module.parameters(), *module.buffers())
+    return {id(tensor): tensor.nbytes for tensor in tensors}

@@ -26,7 +26,8 @@ from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.compiled.forward import CpuForward, Rows, head_width
 from reader_rag.model.fixed_shape import FixedShape, chunk_size
-from reader_rag.model.interface import Reuse, Step
+from reader_rag.model.interface import RankedStep, Reuse, Step
+from reader_rag.model.step_costs import head_share_of
 
 _LONG_CHUNK_S, _SHORT_CHUNK_S = 0.3, 0.1
 """Seconds of a chunk in the compiled loops from which on, and up to which, the next one is shorter, and longer."""
@@ -53,6 +54,9 @@ class Target:
         cpu: The model in compiled loops, or None where its own `forward` is called.
         fixed: As given; None with `cpu`, whose rows are independent of each other in any shape.
         chunk: Prompt tokens of a pass of the model's own forward; rounding depends on it.
+        kinds: Attention kinds and their spans (`attention_kinds`); empty without branches.
+        switch: Position from which the rotation uses other angles; None: none.
+        fixed_step: The step in fixed shapes (`add_fixed_step`), tried before every dynamic one; None: there is none.
 
     Raises:
         UnsupportedModelError: The model keeps state that cannot be rolled back, or its attention takes no tree mask.
@@ -76,12 +80,13 @@ class Target:
         self._branches = branches
         self.pads = self.cpu is None and branches and self.fixed is None
         self.shares = self.pads or self.cpu is not None
+        self.kinds: dict[str, int] = {}
         if branches:
             if not takes_masks(model):
                 raise UnsupportedModelError(f"the attention backend {attention_of(model)!r} takes no tree mask")
             self._mask_dtype = _MASKED_BACKENDS[attention_of(model)] or model.dtype
-            self._kinds = attention_kinds(self.config)
-            self._narrowest = min((span for span in self._kinds.values() if span), default=None)
+            self.kinds = attention_kinds(self.config)
+            self._narrowest = min((span for span in self.kinds.values() if span), default=None)
         parameters = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         # What computes the states of all tokens, and what makes logits of them; some models do not name the first.
@@ -90,12 +95,13 @@ class Target:
         self._head: Any = model.get_output_embeddings()
         known = self.cpu is not None or self._decoder is not None
         self.hidden_width = int(getattr(self._head, "in_features", 0)) if known else 0
-        self.head_share = _head_share(model)
+        self.head_share = head_share_of(model)
         self._takes_positions = "position_ids" in parameters or branches
-        self._switch = _switch_of_rotation(self.config)
+        self.switch = _switch_of_rotation(self.config)
         self._position_bytes = _position_bytes(self.config, model.dtype)
         self._batch = BatchCache(self.config.num_hidden_layers)
         self.chunk = chunk_size(model)
+        self.fixed_step: RankedStep | None = None
         self._rows_at_once = 0 if self.cpu is None else self.cpu.chunk
 
     @property
@@ -121,8 +127,8 @@ class Target:
         """
         if self.fixed is not None:
             return self.fixed.longest_chain(root)
-        if self._switch is not None and root < self._switch:
-            return self._switch - root - 1
+        if self.switch is not None and root < self.switch:
+            return self.switch - root - 1
         return None
 
     def reuse(self, *, strict: bool) -> Reuse | None:
@@ -139,23 +145,28 @@ class Target:
         if any(hasattr(module, "merged_adapters") for module in self.model.modules()):
             return None  # an adapter may be exchanged at any time, which invalidates keys and values
         if self.cpu is not None and self.cpu.prefills_faster:
-            return Reuse(_REUSED, before=self._switch)
+            return Reuse(_REUSED, before=self.switch)
         if strict or (self.cpu is not None and self.cpu.dtype != torch.float32):
-            return Reuse(self.chunk, answers=False, before=self._switch)
-        return Reuse(_REUSED, before=self._switch)
+            return Reuse(self.chunk, answers=False, before=self.switch)
+        return Reuse(_REUSED, before=self.switch)
 
     def new_cache(self, positions: int, max_nodes: int) -> TreeCache:
         """A cache for `positions` committed positions and a tree of `max_nodes` behind them."""
-        capacity = self._capacity(positions, max_nodes)
+        capacity = self.capacity(positions, max_nodes)
         if self.cpu is not None:
             return TreeCache.in_one_piece(self.cpu.layers, capacity, self.cpu.heads, self.cpu.width, self.cpu.dtype)
         return TreeCache(self.config.num_hidden_layers, capacity)
 
     def cache_bytes(self, positions: int, max_nodes: int) -> int:
         """Bytes that a cache of `new_cache` takes; computed from the configuration until a first prefill."""
-        return self._capacity(positions, max_nodes) * self._position_bytes
+        return self.position_bytes(self.capacity(positions, max_nodes))
 
-    def _capacity(self, positions: int, max_nodes: int) -> int:
+    def position_bytes(self, positions: int) -> int:
+        """Bytes of the keys and values of so many positions; by the configuration until a first prefill."""
+        return positions * self._position_bytes
+
+    def capacity(self, positions: int, max_nodes: int) -> int:
+        """Positions of such a cache."""
         return positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
 
     def prefill_chunks(
@@ -179,7 +190,7 @@ class Target:
             raise ValueError("no prefill is possible for a sequence in a batch")
         tokens = np.array(token_ids, np.int64)
         # One pass over a prompt that reaches the switch uses the angles behind it for all rows; chunks would not.
-        crosses = self._switch is not None and cache.length < self._switch < cache.length + len(tokens)
+        crosses = self.switch is not None and cache.length < self.switch < cache.length + len(tokens)
         if self.cpu is not None and self.cpu.prefills_faster and not crosses:
             yield from self._prefill_compiled(tokens, cache, states)
             return
@@ -253,6 +264,9 @@ class Target:
         """
         if self.cpu is not None:
             return self.cpu([Rows.of_tree(root, tree, cache)])[0]
+        passed = None if self.fixed_step is None else self.fixed_step.run([Step(root, tree, cache)])
+        if passed is not None:
+            return passed[0].logits.clone()
         if cache.batch is not None:
             return self._verify_together([Step(root, tree, cache)])[0]
         rows = len(tree) + 1
@@ -284,10 +298,16 @@ class Target:
         """
         if self.cpu is not None:
             return self.cpu([Rows.of_tree(step.root, step.tree, step.cache) for step in steps], asked)
-        return [*self._verified(steps), *self._logits_of(asked)]
+        passed = None if self.fixed_step is None else self.fixed_step.run(steps)
+        found = self._verified(steps) if passed is None else [each.logits.clone() for each in passed]
+        return [*found, *self.logits_of(asked)]
 
-    def _logits_of(self, asked: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The logits of hidden states in one product, of so many rows that few shapes occur."""
+    def logits_of(self, asked: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The logits of hidden states in one product, of so many rows that few shapes occur.
+
+        Args:
+            asked: [n, `hidden_width`] each.
+        """
         if not asked:
             return ()
         rows = torch.cat(list(asked)).to(self.model.dtype)
@@ -300,12 +320,12 @@ class Target:
         """`verify_batch` of the steps alone, in the model's own forward pass."""
         if not self.pads or len(steps) == 1:
             return [self.verify(step.root, step.tree, step.cache) for step in steps]
-        if self._switch is None:
+        if self.switch is None:
             return self._verify_together(steps)
         # A sequence behind the switch would make the others use its angles.
         logits: dict[int, torch.Tensor] = {}
         for behind in (False, True):
-            group = [n for n, step in enumerate(steps) if (step.cache.length >= self._switch) == behind]
+            group = [n for n, step in enumerate(steps) if (step.cache.length >= self.switch) == behind]
             if group:
                 logits |= zip(group, self._verify_together([steps[n] for n in group]), strict=True)
         return [logits[n] for n in range(len(steps))]
@@ -361,11 +381,16 @@ class Target:
         starts: NDArray[np.int64],
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """The masks of `attention_masks` as the attention backend takes them; one mask if there is only one kind."""
-        allowed = attention_masks(self._kinds, visible, queries, keys, starts, self.device)
-        masks = {kind: self._to_backend(mask) for kind, mask in allowed.items()}
+        allowed = attention_masks(self.kinds, visible, queries, keys, starts, self.device)
+        masks = {kind: self.to_backend(mask) for kind, mask in allowed.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _to_backend(self, mask: torch.Tensor) -> torch.Tensor:
+    def to_backend(self, mask: torch.Tensor) -> torch.Tensor:
+        """A mask of bool as the model's attention backend takes it.
+
+        Args:
+            mask: Bool of any shape, True where a row attends to a column.
+        """
         if self._mask_dtype == torch.bool:
             return mask
         least = torch.finfo(self._mask_dtype).min
@@ -414,20 +439,6 @@ def _position_bytes(config: Any, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one position in all layers, by what configurations usually say of them."""
     key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     return int(2 * config.num_hidden_layers * key_heads * head_width(config) * dtype.itemsize)
-
-
-def _head_share(model: PreTrainedModel) -> float:
-    """The head's part of the bytes that a pass over one position reads; tied weights are counted once."""
-    head = _bytes_of(model.get_output_embeddings())
-    inputs = _bytes_of(model.get_input_embeddings())
-    rows = sum(count for tensor, count in inputs.items() if tensor not in head)  # one of which is read
-    return sum(head.values()) / max(sum(_bytes_of(model).values()) - rows, 1) if head else 1.0
-
-
-def _bytes_of(module: torch.nn.Module | None) -> dict[int, int]:
-    """Bytes of each tensor of a module, by its id."""
-    tensors = () if module is None else (*module.parameters(), *module.buffers())
-    return {id(tensor): tensor.nbytes for tensor in tensors}
 
 
 def _switch_of_rotation(config: Any) -> int | None:

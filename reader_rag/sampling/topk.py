@@ -59,15 +59,12 @@ def rank_passes(passes: Sequence[torch.Tensor], *, learns: bool) -> Iterator[Top
     Yields:
         The `TopK` of each pass.
     """
-    ranked = [_ranked(group[0] if len(group) == 1 else torch.cat(group), learns) for group in _groups(passes)]
-    tokens = torch.cat(ranked).to("cpu", torch.int32).numpy()
-    argmax = tokens[:, 0].tolist()
-    best = _filled(np.ascontiguousarray(tokens[:, 1:])) if learns else None
+    groups = [group[0] if len(group) == 1 else torch.cat(group) for group in _groups(passes)]
+    ranked = torch.cat([ranked_tokens(logits, learns=learns) for logits in groups]).to("cpu", torch.int32).numpy()
     start = 0
     for logits in passes:
-        rows = slice(start, start + len(logits))
-        start = rows.stop
-        yield TopK(argmax[rows], None if best is None else best[rows])
+        yield top_k_of(ranked[start : start + len(logits)])
+        start += len(logits)
 
 
 def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -81,11 +78,30 @@ def _groups(passes: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield group
 
 
-def _ranked(logits: torch.Tensor, learns: bool) -> torch.Tensor:
-    """int64 [rows, 1 + best], the first of the most probable tokens, and the best in any order of equal ones."""
+def ranked_tokens(logits: torch.Tensor, *, learns: bool = True) -> torch.Tensor:
+    """Rank the scores of some rows where they are.
+
+    Args:
+        logits: [rows, vocabulary], of any type, on any device.
+        learns: Whether more than the first is wanted.
+
+    Returns:
+        int64 [rows, 1 + best] where it learns, else [rows, 1]: the first of the most probable tokens or -1
+        (`TopK.argmax`), then the best in any order of equal ones.
+    """
     argmax = logits.argmax(-1, keepdim=True)
     argmax = torch.where(logits.gather(-1, argmax) > -torch.inf, argmax, -1)
     return torch.cat([argmax, _highest_places(logits)], dim=-1) if learns else argmax
+
+
+def top_k_of(ranked: NDArray[np.int32]) -> TopK:
+    """What `ranked_tokens` found in some rows.
+
+    Args:
+        ranked: int32 [rows, 1 + best] or [rows, 1].
+    """
+    best = _filled(np.ascontiguousarray(ranked[:, 1:])) if ranked.shape[1] > 1 else None
+    return TopK(ranked[:, 0].tolist(), best)
 
 
 def _highest_places(logits: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""What a fixed step computes on the device: nothing in it depends on the contents of a tensor but other contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from reader_rag.kv_cache.fixed_cache import FixedCache, Slots
+from reader_rag.model.fixed_step.inputs import InputBuffer
+from reader_rag.model.fixed_step.masks import step_masks
+from reader_rag.model.fixed_step.shapes import StepShape
+from reader_rag.sampling.topk import ranked_tokens
+
+
+class StepOutputs(NamedTuple):
+    """What a fixed step leaves on the device.
+
+    Attributes:
+        logits: [rows, width, vocabulary].
+        ranked: int32 [rows, width, 1 + best], the result of `ranked_tokens`.
+        hidden: [layers, rows, width, size], hidden states behind the configured layers; empty without any.
+    """
+
+    logits: torch.Tensor
+    ranked: torch.Tensor
+    hidden: torch.Tensor
+
+
+class StepForward:
+    """The device's part of a fixed step, as a function from buffers to outputs.
+
+    Args:
+        model: The model; its own `forward` is called.
+        kinds: Its attention kinds and their spans (`attention_kinds`).
+        to_backend: A mask [rows, 1, width, columns] of bool as the model's attention takes it.
+        cache: Keys and values.
+        inputs: The input buffer.
+        layers: Layers whose hidden states are handed out: 0 the embeddings, n the output of the n-th layer, as in
+            `output_hidden_states` of `transformers`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kinds: Mapping[str, int],
+        to_backend: Callable[[torch.Tensor], torch.Tensor],
+        cache: FixedCache,
+        inputs: InputBuffer,
+        layers: Sequence[int] = (),
+    ) -> None:
+        self._model: Any = model
+        self._kinds = kinds
+        self._to_backend = to_backend
+        self._cache = cache
+        self._inputs = inputs
+        self._layers = tuple(layers)
+
+    @torch.inference_mode()
+    def __call__(self, shape: StepShape) -> StepOutputs:
+        """Commit what the last step accepted, and compute a pass over all positions of a shape.
+
+        Args:
+            shape: Of the step whose inputs are in the buffer.
+        """
+        inputs, cache = self._inputs.views(shape), self._cache
+        rows = torch.arange(shape.first, shape.first + shape.rows, device=inputs.tokens.device)[:, None]
+        cache.write(rows, inputs.targets, cache.read(rows, inputs.sources))
+        masks = {kind: self._to_backend(mask) for kind, mask in step_masks(self._kinds, inputs, shape.shown).items()}
+        wanted = {"output_hidden_states": True} if self._layers else {}
+        cache.slots = Slots(rows, inputs.columns, shape.first, shape.shown)
+        try:
+            output = self._model(
+                inputs.tokens,
+                position_ids=inputs.positions,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                past_key_values=cache,
+                use_cache=True,
+                **wanted,
+            )
+        finally:
+            cache.slots = None
+        logits: torch.Tensor = output.logits
+        ranked = ranked_tokens(logits.flatten(0, 1)).to(torch.int32).view(shape.rows, shape.width, -1)
+        states = [output.hidden_states[layer] for layer in self._layers]
+        return StepOutputs(logits, ranked, torch.stack(states) if states else logits.new_empty(0))

@@ -1,0 +1,190 @@
+"""One decode step of fixed shapes: beside the dynamic step of `Target`, which every refusal falls back to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from reader_rag.kv_cache.fixed_cache import FixedCache, power_of_two
+from reader_rag.kv_cache.tree_cache import TreeCache
+from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.model.fixed_step.forward import StepForward, StepOutputs
+from reader_rag.model.fixed_step.graphs import GraphCache, GraphRecorder
+from reader_rag.model.fixed_step.inputs import InputBuffer, RowInput
+from reader_rag.model.fixed_step.shapes import WIDTHS, StepShape, shown_for, widest, width_for
+from reader_rag.model.fixed_step.transfers import Transfers
+from reader_rag.model.interface import Passed, Step
+from reader_rag.sampling.topk import ranked_tokens, top_k_of
+
+
+class FixedStep:
+    """Verifies draft trees of one or several sequences in passes of few shapes, over buffers that never move.
+
+    A pass has `rows` x `width` positions, padded, and attends to `shown` columns of the cache, all powers of two. Trees
+    are contents of tensors. What a step accepted is moved into place by the next one, on the device. One copy goes to
+    the device and one comes back, whatever the batch.
+
+    Args:
+        model: The model; its own `forward` is called.
+        kinds: Its attention kinds and their spans (`attention_kinds`).
+        to_backend: A mask [rows, 1, width, columns] of bool as the model's attention takes it.
+        recorder: Records passes and replays them; None: every pass is called.
+        fixed: Strict mode: one sequence a pass, of this width; None: any shape.
+        layers: Layers whose hidden states `Passed.hidden` has: 0 the embeddings, n the output of the n-th layer.
+        max_bytes: Most bytes of the key/value cache; None: as many as the sequences need.
+        position_bytes: Bytes of the keys and values of so many positions.
+        capacity: Capacity of a sequence's cache, by its committed positions and the nodes of a draft.
+
+    Attributes:
+        cache: Keys and values of the sequences that are decoded here.
+        transfers: Copies between host and device.
+        graphs: Recorded passes.
+        passes: Passes so far.
+        forward: The device's part of a pass.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kinds: Mapping[str, int],
+        to_backend: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        recorder: GraphRecorder | None = None,
+        fixed: FixedShape | None = None,
+        layers: Sequence[int] = (),
+        max_bytes: int | None = None,
+        position_bytes: Callable[[int], int],
+        capacity: Callable[[int, int], int],
+    ) -> None:
+        layers_of_model: int = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.cache = FixedCache(layers_of_model, max_bytes)
+        self.transfers = Transfers()
+        self.passes = 0
+        self._fixed = fixed
+        self._position_bytes, self._capacity = position_bytes, capacity
+        self._inputs = InputBuffer(model.device)
+        self.forward = StepForward(model, kinds, to_backend, self.cache, self._inputs, layers)
+        self.graphs = GraphCache(self.forward, self.cache, self._inputs, self.transfers, recorder)
+
+    def widest(self, sequences: int) -> int:
+        """Most positions of each of so many sequences in one pass, root included; 0: they share none.
+
+        Args:
+            sequences: Sequences of the pass.
+        """
+        if self._fixed is not None:
+            return self._fixed.width if sequences == 1 else 0
+        return widest(sequences)
+
+    def cache_bytes(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Bytes of the key/value cache of some sequences.
+
+        Args:
+            sizes: At least one: most committed positions, and most nodes of a draft.
+        """
+        width = WIDTHS[-1] if self._fixed is None else self._fixed.width
+        capacity = max(self._capacity(positions, nodes) for positions, nodes in sizes)
+        return power_of_two(len(sizes)) * self._position_bytes(power_of_two(capacity + width) + 1)
+
+    def run(
+        self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = (), wanted: Sequence[bool] = ()
+    ) -> list[Passed] | None:
+        """Verify the drafts of several sequences in one pass.
+
+        Args:
+            steps: At least one, each with a cache of its own.
+            asked: Logits that were computed beside the pass, [n, vocabulary] each, to be ranked with its own.
+            wanted: For each step, whether its logits are copied to the host too.
+
+        Returns:
+            For each step, then for each of `asked`, its logits and best tokens, which hold until the next pass; None:
+            such a pass has no fixed shape. Then the sequences have their own caches again, for the dynamic step.
+
+        Raises:
+            IndexError: A sequence exceeds the capacity of its `TreeCache`.
+        """
+        with self.cache.lock:
+            shape, rows = self.prepare(steps)
+            if shape is None:
+                for step in steps:
+                    if step.cache.batch is self.cache:
+                        self.cache.give_back(step.cache)
+                return None
+            outputs = self.graphs.run(shape)
+            self.cache.moved(rows)
+            self.passes += 1
+        places = [(row - shape.first, len(step.tree) + 1) for row, step in zip(rows, steps, strict=True)]
+        return self._passed(outputs, places, asked, wanted)
+
+    def prepare(self, steps: Sequence[Step]) -> tuple[StepShape | None, list[int]]:
+        """Copy the inputs of a pass to the device; its sequences join the cache.
+
+        Args:
+            steps: At least one, each with a cache of its own.
+
+        Returns:
+            The shape of the pass and the row of each sequence; None and no rows: there is no such shape.
+
+        Raises:
+            IndexError: A sequence exceeds the capacity of its `TreeCache`.
+        """
+        shape, rows = self._placed(steps)
+        if shape is not None:
+            parts = {
+                row: RowInput(step.root, step.tree, step.cache.length, self.cache.moves_of(row))
+                for row, step in zip(rows, steps, strict=True)
+            }
+            self._inputs.fill(shape, parts, self.cache.columns, self.transfers)
+        return shape, rows
+
+    def _placed(self, steps: Sequence[Step]) -> tuple[StepShape | None, list[int]]:
+        """The shape of a pass and the row of each sequence; None: there is no such shape."""
+        caches: list[TreeCache] = [step.cache for step in steps]
+        limit = self.widest(len(steps))
+        if any(len(step.tree) + 1 > limit for step in steps):
+            return None, []
+        for step, cache in zip(steps, caches, strict=True):
+            needed = cache.length + len(step.tree) + 1
+            if needed > cache.capacity:
+                raise IndexError(f"{needed} positions do not fit a cache of {cache.capacity}")
+        rows = self.cache.join(caches, WIDTHS[-1] if self._fixed is None else self._fixed.width)
+        if rows is None:
+            return None, []
+        longest = max(cache.length for cache in caches)
+        if self._fixed is not None:
+            shown = self._fixed.shown(longest)
+            return StepShape(rows[0], 1, self._fixed.width, shown, self.cache.generation), rows
+        count = power_of_two(max(rows) + 1)
+        moves = max(len(self.cache.moves_of(row)) for row in rows)
+        width = width_for(max(moves, *(len(step.tree) + 1 for step in steps)))
+        if width > widest(count):
+            return None, []
+        return StepShape(0, count, width, shown_for(longest + width), self.cache.generation), rows
+
+    def _passed(
+        self,
+        outputs: StepOutputs,
+        places: Sequence[tuple[int, int]],
+        asked: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+    ) -> list[Passed]:
+        """The outputs of each sequence: (row of the pass, positions)."""
+        ranked = [outputs.ranked.flatten(0, 1), *(ranked_tokens(logits).to(torch.int32) for logits in asked)]
+        tokens = self.transfers.to_host(ranked[0] if len(ranked) == 1 else torch.cat(ranked))
+        logits = [outputs.logits[row, :count] for row, count in places]
+        chosen = [n for n, needed in enumerate(wanted) if needed]
+        if chosen:
+            for n, part in zip(chosen, self.transfers.rows_to_host([logits[n] for n in chosen]), strict=True):
+                logits[n] = part
+        passed = []
+        width = outputs.ranked.shape[1]
+        for (row, count), scores in zip(places, logits, strict=True):
+            hidden = outputs.hidden[:, row, :count] if outputs.hidden.numel() else None
+            passed.append(Passed(scores, top_k_of(tokens[row * width : row * width + count]), hidden))
+        start = len(ranked[0])
+        for scores in asked:
+            passed.append(Passed(scores, top_k_of(tokens[start : start + len(scores)])))
+            start += len(scores)
+        return passed
