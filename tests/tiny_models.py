@@ -137,18 +137,24 @@ WINDOW_IN_CACHE = {"Moshi"}
 than a pass over the whole text."""
 
 
-def make_model(name: str, settings: dict[str, Any] | None = None, attention: str | None = None) -> PreTrainedModel:
-    """A model with fixed random weights, float32, that never ends an answer by itself.
+def make_model(
+    name: str,
+    settings: dict[str, Any] | None = None,
+    attention: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """A model with fixed random weights that never ends an answer by itself.
 
     Args:
         name: One of `MODELS`; what follows a "-" is no part of the class's name.
         settings: Of its configuration; None: those of `MODELS`.
         attention: The attention backend; None: the model's own choice.
+        dtype: Type of the weights.
     """
     config = getattr(transformers, f"{name.split('-')[0]}Config")(**(MODELS[name] if settings is None else settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     return model
 

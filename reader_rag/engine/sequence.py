@@ -196,15 +196,12 @@ class DecodeSequence:
             return np.zeros(0, np.int32)
         return state.proposer.ask(tree, verified)
 
-    def states_at(self, positions: NDArray[np.int32]) -> torch.Tensor:
-        """Hidden states of positions that `ask` returned, [n, width].
-
-        Args:
-            positions: int32 [n].
-        """
+    @property
+    def prompt_states(self) -> HiddenStates:
+        """Hidden states of the prompt, which has positions that `ask` returned."""
         assert self._state is not None
         assert self._state.states is not None
-        return self._state.states.take(positions)
+        return self._state.states
 
     @property
     def wants_logits(self) -> bool:

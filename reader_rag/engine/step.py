@@ -16,11 +16,11 @@ from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.observer import StepReport
 from reader_rag.engine.sequence import DecodeSequence
 from reader_rag.model.compiled.weights import padded
-from reader_rag.model.interface import Passed, Step
+from reader_rag.model.interface import Asked, Passed, Step
 from reader_rag.sampling.topk import TopK, fetch_top_k
 from reader_rag.util.out_of_memory import is_out_of_memory
 
-Asked = dict[DecodeSequence, NDArray[np.int32]]
+AskedPositions = dict[DecodeSequence, NDArray[np.int32]]
 """By sequence, positions of its prompt whose logits the pass computes too."""
 
 
@@ -118,7 +118,7 @@ def _within_budget(context: DecodeContext, trees: dict[DecodeSequence, DraftTree
 
 def _asked(
     context: DecodeContext, drafts: Mapping[DecodeSequence, DraftTree], trees: Mapping[DecodeSequence, DraftTree]
-) -> tuple[Asked, float]:
+) -> tuple[AskedPositions, float]:
     """Which positions of prompts the pass computes too, and the seconds that it is expected to take longer for them."""
     wanted = {sequence: sequence.ask(draft, len(trees[sequence])) for sequence, draft in drafts.items()}
     count, seconds = sum(map(len, wanted.values())), 0.0
@@ -142,7 +142,7 @@ def _asked(
 def _verified(
     context: DecodeContext,
     trees: Mapping[DecodeSequence, DraftTree],
-    asked: Asked,
+    asked: AskedPositions,
     failed: dict[DecodeSequence, BaseException],
 ) -> dict[DecodeSequence, _Verified]:
     """The logits of each sequence's tree. Where the pass fails, each is tried alone to find the one that makes it."""
@@ -163,27 +163,24 @@ def _verified(
 
 
 def _pass_over(
-    context: DecodeContext, steps: Mapping[DecodeSequence, Step], asked: Asked
+    context: DecodeContext, steps: Mapping[DecodeSequence, Step], asked: AskedPositions
 ) -> dict[DecodeSequence, _Verified]:
     asking = [sequence for sequence in steps if sequence in asked]
-    states = [sequence.states_at(asked[sequence]) for sequence in asking]
-    found = _passed(context, steps, states)
+    found = _passed(context, steps, [Asked(sequence.prompt_states, asked[sequence]) for sequence in asking])
     verified = {sequence: _Verified(*one[:2]) for sequence, one in zip(steps, found[: len(steps)], strict=True)}
     for sequence, (rows, top, _) in zip(asking, found[len(steps) :], strict=True):
         verified[sequence] = verified[sequence]._replace(asked=rows, asked_top=top)
     return verified
 
 
-def _passed(
-    context: DecodeContext, steps: Mapping[DecodeSequence, Step], states: Sequence[torch.Tensor]
-) -> Sequence[Passed]:
-    """What a pass computed for each sequence, then for each of `states`: by the fixed step where it takes these."""
+def _passed(context: DecodeContext, steps: Mapping[DecodeSequence, Step], asked: Sequence[Asked]) -> Sequence[Passed]:
+    """What a pass computed for each sequence, then for each of `asked`: by the fixed step where it takes these."""
     target = context.target
     if target.fixed_step is not None:
         wanted = [sequence.wants_logits for sequence in steps]
-        found = target.fixed_step.run(list(steps.values()), target.logits_of(states), wanted)
+        found = target.fixed_step.run(list(steps.values()), asked, wanted)
         if found is not None:
             return found
-    logits = target.verify_batch(list(steps.values()), states)
+    logits = target.verify_batch(list(steps.values()), [one.states.take(one.positions) for one in asked])
     tops = fetch_top_k(logits, learns=any(sequence.learns for sequence in steps))
     return [Passed(*one) for one in zip(logits, tops, strict=True)]

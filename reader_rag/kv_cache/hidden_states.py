@@ -60,11 +60,11 @@ class HiddenStates:
         self.length += count
 
     @torch.inference_mode()
-    def take(self, positions: Sequence[int] | NDArray[np.integer]) -> torch.Tensor:
+    def take(self, positions: Sequence[int] | NDArray[np.integer] | torch.Tensor) -> torch.Tensor:
         """The states of some positions.
 
         Args:
-            positions: [n], positions that have a state.
+            positions: [n], positions that have a state; a tensor is where the states are.
 
         Returns:
             bfloat16 [n, width].

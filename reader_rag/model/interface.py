@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
@@ -46,6 +48,18 @@ class Passed(NamedTuple):
     hidden: torch.Tensor | None = None
 
 
+class Asked(NamedTuple):
+    """Positions of a prompt whose logits are wanted.
+
+    Attributes:
+        states: Hidden states of the prompt.
+        positions: int32 [n], at most `ASKED`, positions that have a state.
+    """
+
+    states: HiddenStates
+    positions: NDArray[np.int32]
+
+
 class RankedStep(Protocol):
     """A decode step in fixed shapes that ranks its logits on the device: `FixedStep`."""
 
@@ -57,13 +71,13 @@ class RankedStep(Protocol):
         """
 
     def run(
-        self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = (), wanted: Sequence[bool] = ()
+        self, steps: Sequence[Step], asked: Sequence[Asked] = (), wanted: Sequence[bool] = ()
     ) -> list[Passed] | None:
         """Verify the drafts of several sequences in one pass.
 
         Args:
             steps: At least one, each with a cache of its own.
-            asked: Logits that were computed beside the pass, [n, vocabulary] each, to be ranked with its own.
+            asked: Positions of prompts whose logits are computed beside the pass.
             wanted: For each step, whether its logits are copied to the host too.
 
         Returns:
@@ -190,16 +204,6 @@ class TargetModel(Protocol):
         Returns:
             For each step the logits that `verify` returns, then for each of `asked` its logits, [n, vocabulary]; these
             rank tokens as the model does (it may scale or cap them still).
-        """
-
-    def logits_of(self, asked: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The logits of hidden states of prompts, computed beside a pass.
-
-        Args:
-            asked: [n, `hidden_width`] each.
-
-        Returns:
-            For each of them [n, vocabulary].
         """
 
     def deepest(self, root: int) -> int | None:

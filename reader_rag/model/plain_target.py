@@ -171,10 +171,6 @@ class PlainTarget:
         """
         return [self.verify(step.root, step.tree, step.cache) for step in steps]
 
-    def logits_of(self, asked: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """None: there are no hidden states."""
-        return ()
-
     def _read(self, token_ids: Sequence[int], cache: PlainCache) -> torch.Tensor:
         """Read tokens behind the committed ones; logits [1, vocabulary] of the last."""
         cache.tokens.extend(int(token) for token in token_ids)

@@ -21,7 +21,7 @@ class _Watch(TorchDispatchMode):
     """Notes the first data-dependent call."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,20 +38,23 @@ def data_dependent_call(function: Callable[[], Any]) -> str | None:
     Args:
         function: Is called.
     """
-    with _Watch() as watch:
+    watch = _Watch()
+    with watch:
         function()
     return watch.found
 
 
 def _depends_on_contents(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    name = func.overloadpacket.__name__
+    name: str = func.overloadpacket.__name__
     if name in _TO_HOST or name in _OF_ANY_SIZE:
         return True
+    if name == "_grouped_mm":  # in other types its groups are multiplied one by one, which the host must know
+        return bool(args[0].dtype != torch.bfloat16)
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None and "Tensor" in func._overloadname
     if name == "_to_copy":
         target = kwargs.get("device")
-        return target is not None and torch.device(target).type == "cpu" != args[0].device.type
+        return target is not None and torch.device(target).type == "cpu" and args[0].device.type != "cpu"
     if name in _INDEXING and len(args) > 1:
         return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in args[1])
     return False

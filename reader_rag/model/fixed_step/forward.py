@@ -40,6 +40,9 @@ class StepForward:
         inputs: The input buffer.
         layers: Layers whose hidden states are handed out: 0 the embeddings, n the output of the n-th layer, as in
             `output_hidden_states` of `transformers`.
+
+    Attributes:
+        has_moved: Whether what the last step accepted was committed since this was last set to False.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class StepForward:
         self._cache = cache
         self._inputs = inputs
         self._layers = tuple(layers)
+        self.has_moved = False
 
     @torch.inference_mode()
     def __call__(self, shape: StepShape) -> StepOutputs:
@@ -68,6 +72,7 @@ class StepForward:
         inputs, cache = self._inputs.views(shape), self._cache
         rows = torch.arange(shape.first, shape.first + shape.rows, device=inputs.tokens.device)[:, None]
         cache.write(rows, inputs.targets, cache.read(rows, inputs.sources))
+        self.has_moved = True
         masks = {kind: self._to_backend(mask) for kind, mask in step_masks(self._kinds, inputs, shape.shown).items()}
         wanted = {"output_hidden_states": True} if self._layers else {}
         cache.slots = Slots(rows, inputs.columns, shape.first, shape.shown)

@@ -87,6 +87,8 @@ class GraphCache:
         most: Most recorded passes.
 
     Attributes:
+        recorder: As given.
+        most: As given.
         replays: Passes that were replayed so far.
         recorded: Passes that were recorded so far.
         refused: Shapes that are called always: recording failed, or a replay gave something else.
@@ -105,8 +107,8 @@ class GraphCache:
         self._cache = cache
         self._inputs = inputs
         self._transfers = transfers
-        self._recorder = recorder
-        self._most = most
+        self.recorder = recorder
+        self.most = most
         self._graphs: OrderedDict[StepShape, _Recorded] = OrderedDict()
         self._seen: set[StepShape] = set()
         self._buffers: StepOutputs | None = None
@@ -121,6 +123,7 @@ class GraphCache:
         """Of the recorded passes, the least recently used first."""
         return list(self._graphs)
 
+    @torch.inference_mode()
     def run(self, shape: StepShape) -> StepOutputs:
         """The outputs of a pass.
 
@@ -128,7 +131,7 @@ class GraphCache:
             shape: Of the pass whose inputs are in the buffer.
         """
         self._forget_old(shape.generation)
-        if self._recorder is None or shape in self.refused:
+        if self.recorder is None or shape in self.refused:
             return self._forward(shape)
         found = self._graphs.get(shape)
         if found is not None:
@@ -138,7 +141,7 @@ class GraphCache:
             return self._replayed(shape, found)
         outputs = self._forward(shape)  # the first use loads kernels and chooses algorithms, which no graph may hold
         if shape in self._seen:
-            self._record(shape, outputs, self._recorder)
+            self._record(shape, outputs, self.recorder)
         self._seen.add(shape)
         return outputs
 
@@ -151,8 +154,7 @@ class GraphCache:
 
     def _record(self, shape: StepShape, outputs: StepOutputs, recorder: GraphRecorder) -> None:
         """Record a pass whose outputs are known; what recording itself writes to the cache is what is there."""
-        if self._buffers is None:
-            self._buffers = _buffers_like(outputs)
+        self.allocated(outputs)
         # The call has made the moves; recorded again, they would move what was written since.
         saved = self._save(shape)
         try:
@@ -164,10 +166,20 @@ class GraphCache:
             return
         finally:
             self._restore(saved)
-        while len(self._graphs) >= self._most:
+        while len(self._graphs) >= self.most:
             self._graphs.popitem(last=False)
         self._graphs[shape] = _Recorded(graph)
         self.recorded += 1
+
+    def allocated(self, outputs: StepOutputs) -> StepOutputs:
+        """The buffers of outputs, allocated when the first pass is recorded.
+
+        Args:
+            outputs: Of any pass.
+        """
+        if self._buffers is None:
+            self._buffers = _buffers_like(outputs)
+        return self._buffers
 
     def _into_buffers(self, shape: StepShape) -> None:
         outputs, views = self._forward(shape), self._views(shape)
@@ -204,7 +216,6 @@ class GraphCache:
             self._refuse(shape, f"its replay differs from a call by {error:.2g} of the logits")
         return outputs
 
-    @torch.inference_mode()
     def _save(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """All that the pass in the input buffer writes to the cache: rows, columns, what is there."""
         inputs = self._inputs.views(shape)
@@ -212,7 +223,6 @@ class GraphCache:
         columns = torch.cat([inputs.targets, inputs.columns], dim=1)
         return rows, columns, self._cache.read(rows, columns)
 
-    @torch.inference_mode()
     def _restore(self, saved: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]) -> None:
         self._cache.write(*saved)
 

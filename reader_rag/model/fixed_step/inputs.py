@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.draft.tree import DraftTree
 from reader_rag.model.fixed_step.shapes import MOST_POSITIONS, MOST_ROWS, StepShape
 from reader_rag.model.fixed_step.transfers import HostBuffer, Transfers
@@ -68,11 +69,18 @@ class InputBuffer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        size = MOST_POSITIONS * _FIELDS + MOST_ROWS
+        size = MOST_POSITIONS * _FIELDS + MOST_ROWS * (1 + ASKED)
         self._host = HostBuffer(size, device)
         self.device = torch.zeros(size, dtype=torch.int64, device=device)
 
-    def fill(self, shape: StepShape, rows: Mapping[int, RowInput], scratch: int, transfers: Transfers) -> None:
+    def fill(
+        self,
+        shape: StepShape,
+        rows: Mapping[int, RowInput],
+        scratch: int,
+        transfers: Transfers,
+        asked: Sequence[NDArray[np.integer]] = (),
+    ) -> list[torch.Tensor]:
         """Write the inputs of a step and copy them to the device, at once.
 
         Args:
@@ -80,8 +88,13 @@ class InputBuffer:
             rows: By row of the cache, all of them among the shape's rows.
             scratch: The scratch column.
             transfers: Copies.
+            asked: Positions of prompts, at most `ASKED` in each array.
+
+        Returns:
+            `asked` on the device, int64.
         """
-        values = self._host.values[: shape.rows * (1 + _FIELDS * shape.width)]
+        size = shape.rows * (1 + _FIELDS * shape.width)
+        values = self._host.values[:size]
         lengths = values[: shape.rows]
         tokens, positions, visible, columns, sources, targets = values[shape.rows :].reshape(
             _FIELDS, shape.rows, shape.width
@@ -98,7 +111,13 @@ class InputBuffer:
             columns[at] = np.arange(part.length, part.length + shape.width)
             for n, (source, target) in enumerate(part.moves):
                 sources[at, n], targets[at, n] = source, target
-        transfers.to_device(self._host, self.device[: len(values)])
+        views = []
+        for wanted in asked:
+            self._host.values[size : size + len(wanted)] = wanted
+            views.append(self.device[size : size + len(wanted)])
+            size += len(wanted)
+        transfers.to_device(self._host, self.device[:size])
+        return views
 
     def views(self, shape: StepShape) -> StepInputs:
         """The inputs of a step on the device."""

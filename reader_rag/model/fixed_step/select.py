@@ -69,6 +69,7 @@ def add_fixed_step(
         max_bytes=max_bytes,
         position_bytes=target.position_bytes,
         capacity=target.capacity,
+        head=target.logits_of,
     )
     why = _refusal(target, step)
     if why is None:
@@ -91,7 +92,7 @@ def _refusal(target: Target, step: FixedStep) -> str | None:
         return "its rotary angles depend on the length of the text"
     target.fixed_step = step
     try:
-        call = _call_in_a_pass(target, step)
+        call = _call_in_a_pass(target, step) if step.graphs.recorder is not None else None
         if call is not None:
             return f"the outcome of {call} depends on the contents of tensors"
         if not _verifies(target):
@@ -108,7 +109,7 @@ def _call_in_a_pass(target: Target, step: FixedStep) -> str | None:
     """A data-dependent call in one pass over a tree, on the device; without what the host does around it."""
     cache = target.new_cache(_PROMPT + 3, 2)
     prefill(target, list(range(1, 1 + _PROMPT)), cache)
-    shape, _ = step.prepare([Step(1, DraftTree.from_chain([1, 2]), cache)])
+    shape, *_ = step.prepare([Step(1, DraftTree.from_chain([1, 2]), cache)])
     assert shape is not None
     step.forward(shape)  # the first use of a module may fill a table on the host
     return data_dependent_call(lambda: step.forward(shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.kv_cache.fixed_cache import power_of_two
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
@@ -75,6 +76,7 @@ def step_bytes(vocabulary: int, logits_size: int, ranked: int, hidden: int = 0) 
 
     Returns:
         `MOST_POSITIONS` times what a position has: 6 inputs of 8 bytes, scores, ranked tokens of 4 bytes, hidden
-        states; and the length of each sequence.
+        states; and for each of `MOST_ROWS` sequences 8 bytes for its length and each position of its prompt that it
+        asks for.
     """
-    return MOST_POSITIONS * (6 * 8 + vocabulary * logits_size + 4 * ranked + hidden) + 8 * MOST_ROWS
+    return MOST_POSITIONS * (6 * 8 + vocabulary * logits_size + 4 * ranked + hidden) + 8 * MOST_ROWS * (1 + ASKED)

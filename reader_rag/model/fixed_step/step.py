@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from reader_rag.kv_cache.fixed_cache import FixedCache, power_of_two
@@ -15,7 +17,7 @@ from reader_rag.model.fixed_step.graphs import GraphCache, GraphRecorder
 from reader_rag.model.fixed_step.inputs import InputBuffer, RowInput
 from reader_rag.model.fixed_step.shapes import WIDTHS, StepShape, shown_for, widest, width_for
 from reader_rag.model.fixed_step.transfers import Transfers
-from reader_rag.model.interface import Passed, Step
+from reader_rag.model.interface import Asked, Passed, Step
 from reader_rag.sampling.topk import ranked_tokens, top_k_of
 
 
@@ -36,6 +38,7 @@ class FixedStep:
         max_bytes: Most bytes of the key/value cache; None: as many as the sequences need.
         position_bytes: Bytes of the keys and values of so many positions.
         capacity: Capacity of a sequence's cache, by its committed positions and the nodes of a draft.
+        head: Logits of hidden states of prompts.
 
     Attributes:
         cache: Keys and values of the sequences that are decoded here.
@@ -43,6 +46,7 @@ class FixedStep:
         graphs: Recorded passes.
         passes: Passes so far.
         forward: The device's part of a pass.
+        inputs: Its inputs.
     """
 
     def __init__(
@@ -57,16 +61,18 @@ class FixedStep:
         max_bytes: int | None = None,
         position_bytes: Callable[[int], int],
         capacity: Callable[[int, int], int],
+        head: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     ) -> None:
         layers_of_model: int = model.config.get_text_config(decoder=True).num_hidden_layers
         self.cache = FixedCache(layers_of_model, max_bytes)
         self.transfers = Transfers()
         self.passes = 0
         self._fixed = fixed
+        self._head = head
         self._position_bytes, self._capacity = position_bytes, capacity
-        self._inputs = InputBuffer(model.device)
-        self.forward = StepForward(model, kinds, to_backend, self.cache, self._inputs, layers)
-        self.graphs = GraphCache(self.forward, self.cache, self._inputs, self.transfers, recorder)
+        self.inputs = InputBuffer(model.device)
+        self.forward = StepForward(model, kinds, to_backend, self.cache, self.inputs, layers)
+        self.graphs = GraphCache(self.forward, self.cache, self.inputs, self.transfers, recorder)
 
     def widest(self, sequences: int) -> int:
         """Most positions of each of so many sequences in one pass, root included; 0: they share none.
@@ -89,13 +95,13 @@ class FixedStep:
         return power_of_two(len(sizes)) * self._position_bytes(power_of_two(capacity + width) + 1)
 
     def run(
-        self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = (), wanted: Sequence[bool] = ()
+        self, steps: Sequence[Step], asked: Sequence[Asked] = (), wanted: Sequence[bool] = ()
     ) -> list[Passed] | None:
         """Verify the drafts of several sequences in one pass.
 
         Args:
             steps: At least one, each with a cache of its own.
-            asked: Logits that were computed beside the pass, [n, vocabulary] each, to be ranked with its own.
+            asked: Positions of prompts whose logits are computed beside the pass.
             wanted: For each step, whether its logits are copied to the host too.
 
         Returns:
@@ -106,38 +112,49 @@ class FixedStep:
             IndexError: A sequence exceeds the capacity of its `TreeCache`.
         """
         with self.cache.lock:
-            shape, rows = self.prepare(steps)
+            shape, rows, places_asked = self.prepare(steps, [one.positions for one in asked])
             if shape is None:
                 for step in steps:
                     if step.cache.batch is self.cache:
                         self.cache.give_back(step.cache)
                 return None
-            outputs = self.graphs.run(shape)
+            self.forward.has_moved = False
+            try:
+                outputs = self.graphs.run(shape)
+            except BaseException:
+                if self.forward.has_moved:  # a pass that fails has made its moves, or none
+                    self.cache.moved(rows)
+                raise
             self.cache.moved(rows)
             self.passes += 1
         places = [(row - shape.first, len(step.tree) + 1) for row, step in zip(rows, steps, strict=True)]
-        return self._passed(outputs, places, asked, wanted)
+        states = [one.states.take(indexes) for one, indexes in zip(asked, places_asked, strict=True)]
+        return self._passed(outputs, places, self._head(states), wanted)
 
-    def prepare(self, steps: Sequence[Step]) -> tuple[StepShape | None, list[int]]:
+    def prepare(
+        self, steps: Sequence[Step], asked: Sequence[NDArray[np.integer]] = ()
+    ) -> tuple[StepShape | None, list[int], list[torch.Tensor]]:
         """Copy the inputs of a pass to the device; its sequences join the cache.
 
         Args:
             steps: At least one, each with a cache of its own.
+            asked: Positions of prompts.
 
         Returns:
-            The shape of the pass and the row of each sequence; None and no rows: there is no such shape.
+            The shape of the pass, the row of each sequence, and `asked` on the device; None and nothing else: there is
+            no such shape.
 
         Raises:
             IndexError: A sequence exceeds the capacity of its `TreeCache`.
         """
         shape, rows = self._placed(steps)
-        if shape is not None:
-            parts = {
-                row: RowInput(step.root, step.tree, step.cache.length, self.cache.moves_of(row))
-                for row, step in zip(rows, steps, strict=True)
-            }
-            self._inputs.fill(shape, parts, self.cache.columns, self.transfers)
-        return shape, rows
+        if shape is None:
+            return None, [], []
+        parts = {
+            row: RowInput(step.root, step.tree, step.cache.length, self.cache.moves_of(row))
+            for row, step in zip(rows, steps, strict=True)
+        }
+        return shape, rows, self.inputs.fill(shape, parts, self.cache.columns, self.transfers, asked)
 
     def _placed(self, steps: Sequence[Step]) -> tuple[StepShape | None, list[int]]:
         """The shape of a pass and the row of each sequence; None: there is no such shape."""

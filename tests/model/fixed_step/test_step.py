@@ -1,0 +1,216 @@
+"""The fixed step: batches of trees in few shapes, one copy each way, and the dynamic step wherever it does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fixed_targets import Twins, fixed_target, run_and_check, some_steps
+from random_trees import random_tokens, random_tree
+from tiny_models import VOCABULARY, make_model
+
+from reader_rag.draft import DraftTree
+from reader_rag.kv_cache.hidden_states import HiddenStates
+from reader_rag.kv_cache.prefix_cache import PrefixCache
+from reader_rag.model.fixed_step.checks import data_dependent_call
+from reader_rag.model.fixed_step.shapes import MOST_POSITIONS, StepShape, shown_for, step_bytes, widest, width_for
+from reader_rag.model.interface import Asked, Step, prefill
+from reader_rag.model.target import Target
+
+
+@pytest.fixture(scope="module")
+def dynamic() -> Target:
+    return Target(make_model("Llama"), forward="torch")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "Llama4Text", "GPT2"])
+def test_batches_in_which_sequences_join_sit_out_and_leave(name: str) -> None:
+    (target, step), other = fixed_target(name), Target(make_model(name), forward="torch")
+    twins = [Twins(target, other, n, 9 + 7 * n) for n in range(5)]
+    random = np.random.default_rng(0)
+    for round_ in range(12):
+        if round_ in (4, 8):
+            twins.pop(0).fixed.release()
+        if round_ == 6:
+            twins.append(Twins(target, other, 9, 30))
+        chosen = [twin for twin in twins if random.random() < 0.7] or twins[:1]
+        run_and_check(step, chosen, round_)
+        assert step.cache.sequences <= 5
+    for twin in twins[1:]:
+        twin.fixed.release()
+    run_and_check(step, twins[:1], 50)  # alone again, in the first row
+    assert step.cache.row_of(twins[0].fixed) == 0
+    twins[0].fixed.release()
+    assert step.cache.sequences == 0
+
+
+def test_lengths_across_the_borders_of_the_columns_attended_to(dynamic: Target) -> None:
+    target, step = fixed_target()
+    for length in (55, 60, 63, 64, 65, 120, 127, 128):
+        twin = Twins(target, dynamic, length, length, 230)
+        for round_ in range(4):
+            run_and_check(step, [twin], round_, 16)
+        twin.fixed.release()
+
+
+def test_every_width_and_more_moves_than_the_next_step_is_wide(dynamic: Target) -> None:
+    target, step = fixed_target()
+    twin = Twins(target, dynamic, 1, 20)
+    for nodes in (0, 3, 7, 15, 31, 63, 0):
+        tree = random_tree(nodes, nodes, VOCABULARY)
+        one = Step(5, tree, twin.fixed)
+        (passed,) = step.run([one]) or ()
+        twin.check(one, passed, int(tree.depths.argmax()) if nodes else -1)
+    # Behind a deep path of scattered nodes comes a plain step: it makes all their moves.
+    chain = DraftTree.of([7, *range(10, 20)], [-1, -1, *range(1, 10)], [1, *range(1, 11)], np.full(11, 0.5))
+    one = Step(5, chain, twin.fixed)
+    (passed,) = step.run([one]) or ()
+    twin.check(one, passed, 10)
+    assert len(step.cache.moves_of(0)) == 10
+    one = Step(6, DraftTree.empty(), twin.fixed)
+    (passed,) = step.run([one]) or ()
+    twin.check(one, passed, -1)
+    assert step.cache.moves_of(0) == []
+
+
+def test_a_pass_that_fails_loses_nothing(dynamic: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, step = fixed_target()
+    twins = [Twins(target, dynamic, n, 9 + n) for n in range(2)]
+    for round_ in range(2):
+        run_and_check(step, twins, round_)
+    forward = target.model.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(target.model, "forward", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step.run(some_steps(twins, 3))
+    assert target.model.forward == forward
+    for round_ in range(2):
+        run_and_check(step, twins, round_)
+
+
+def test_what_has_no_fixed_shape_is_a_dynamic_step(dynamic: Target) -> None:
+    target, step = fixed_target()
+    twin = Twins(target, dynamic, 1, 30)
+    run_and_check(step, [twin], 1)
+    tree = random_tree(4, 64, VOCABULARY)  # one node too many
+    one = Step(5, tree, twin.fixed)
+    assert step.run([one]) is None
+    assert twin.fixed.batch is None
+    torch.testing.assert_close(
+        target.verify(5, tree, twin.fixed), dynamic.verify(5, tree, twin.dynamic), atol=1e-4, rtol=0
+    )
+    for cache in (twin.fixed, twin.dynamic):
+        cache.commit([0, 1])
+    run_and_check(step, [twin], 2)  # and back
+    assert step.widest(1) == 64
+    assert step.widest(9) == 32
+    assert step.widest(33) == 0
+
+
+def test_a_batch_of_the_dynamic_step_goes_on_in_the_fixed_one(dynamic: Target) -> None:
+    target, step = fixed_target()
+    twins = [Twins(target, dynamic, n, 9 + 5 * n) for n in range(3)]
+    wide = [Step(5, random_tree(n, 70, VOCABULARY), twin.fixed) for n, twin in enumerate(twins)]
+    for twin, one, logits in zip(twins, wide, target.verify_batch(wide), strict=True):
+        torch.testing.assert_close(logits, dynamic.verify(one.root, one.tree, twin.dynamic), atol=1e-4, rtol=0)
+        for cache in (twin.fixed, twin.dynamic):
+            cache.commit([0])
+    assert all(twin.fixed.batch is target._batch for twin in twins)
+    run_and_check(step, twins, 1)
+    assert all(twin.fixed.batch is step.cache for twin in twins)
+    assert target._batch.nbytes == 0
+
+
+def test_sequences_that_do_not_fit_the_bytes_are_decoded_dynamically(dynamic: Target) -> None:
+    target, step = fixed_target()
+    each = target.position_bytes(1)
+    _, small = fixed_target(max_bytes=2 * 513 * each)
+    twins = [Twins(target, dynamic, n, 9) for n in range(3)]  # of 200 + 63 + 1 positions and 64 more: 512 columns
+    assert small.run(some_steps(twins[:2], 1)) is not None
+    assert small.cache.nbytes == 2 * 513 * each
+    assert small.run(some_steps(twins, 2)) is None
+    assert step.cache_bytes([(200, 63)] * 2) == 2 * 513 * each
+
+
+def test_a_sequence_in_the_fixed_step_goes_to_the_prefix_cache(dynamic: Target) -> None:
+    target, step = fixed_target()
+    twin = Twins(target, dynamic, 1, 30)
+    for round_ in range(3):
+        run_and_check(step, [twin], round_)
+    kept, expected = twin.fixed.states(0, twin.fixed.length), twin.dynamic.states(0, twin.fixed.length)
+    for pair, other in zip(kept, expected, strict=True):
+        assert pair is not None
+        assert other is not None
+        for states, own in zip(pair, other, strict=True):
+            torch.testing.assert_close(states, own, atol=1e-5, rtol=0)
+    cache = PrefixCache(1 << 20, 8)
+    cache.insert("a", list(range(24)), twin.fixed, None)
+    again = target.new_cache(100, 3)
+    assert cache.restore("a", list(range(30)), again, None) == 24
+
+
+def test_hidden_states_of_configured_layers_are_those_of_the_model() -> None:
+    target, step = fixed_target(layers=(0, 1, 2))
+    text, chain = random_tokens(1, 20, VOCABULARY), [5, 6, 7]
+    cache = target.new_cache(40, 3)
+    prefill(target, text, cache)
+    (passed,) = step.run([Step(4, DraftTree.from_chain(chain), cache)]) or ()
+    with torch.inference_mode():
+        output = target.model(torch.tensor([[*text, 4, *chain]]), use_cache=False, output_hidden_states=True)
+    assert passed.hidden is not None
+    assert passed.hidden.shape == (3, 4, 32)
+    for layer in range(3):
+        torch.testing.assert_close(passed.hidden[layer], output.hidden_states[layer][0, 20:], atol=1e-4, rtol=0)
+
+
+# Copies between host and device
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_a_step_is_one_copy_to_the_device_and_one_from_it(count: int, dynamic: Target) -> None:
+    target, step = fixed_target()
+    twins = [Twins(target, dynamic, n, 9 + n) for n in range(count)]
+    run_and_check(step, twins, 0)
+    steps, moved = some_steps(twins, 1), step.transfers
+    before = moved.to_device_calls, moved.to_host_calls
+    states = HiddenStates(9, 32, torch.device("cpu"))
+    states.append(torch.randn(9, 32), 9)
+    asked = np.array([2, 7, 5], np.int32)
+    passed = step.run(steps, [Asked(states, asked)])
+    assert passed is not None
+    (expected,) = target.logits_of([states.take(asked)])
+    assert passed[-1].top is not None
+    assert passed[-1].top.argmax == expected.argmax(-1).tolist()
+    assert (moved.to_device_calls - before[0], moved.to_host_calls - before[1]) == (1, 1)
+    step.run(steps, wanted=[n == 0 for n in range(count)])
+    assert (moved.to_device_calls - before[0], moved.to_host_calls - before[1]) == (2, 3)
+
+
+def test_data_dependent_calls_are_found_with_their_line() -> None:
+    values = torch.arange(4)
+    assert data_dependent_call(lambda: values + 1) is None
+    for call in (values[1].item, values.nonzero, lambda: values[values > 1], lambda: bool(values[1] > 0)):
+        found = data_dependent_call(call)
+        assert found is not None
+    assert found.startswith("_local_scalar_dense in test_step.py:")
+
+
+# Shapes and memory
+
+
+def test_shapes() -> None:
+    assert [width_for(count) for count in (1, 2, 4, 5, 16, 17, 64)] == [1, 4, 4, 8, 16, 32, 64]
+    assert [shown_for(columns) for columns in (1, 64, 65, 1100)] == [64, 64, 128, 2048]
+    assert [widest(count) for count in (1, 8, 9, 16, 17, 32, 33)] == [64, 64, 32, 32, 16, 16, 0]
+    assert StepShape(0, 8, 16, 128, 1).positions == 128
+
+
+def test_the_buffers_have_the_bytes_of_the_formula() -> None:
+    _, step = fixed_target(layers=(1, 2))
+    cache = step.graphs
+    shape = StepShape(0, 1, 1, 64, step.cache.generation)
+    buffers = cache.allocated(step.forward(shape))
+    inputs = step.inputs.device
+    total = sum(buffer.nbytes for buffer in (*buffers, inputs))
+    assert total == step_bytes(VOCABULARY, 4, 9, 2 * 32 * 4)
+    assert buffers.logits.shape[0] == MOST_POSITIONS
