@@ -80,7 +80,7 @@ def read_prompts(path: Path, categories: Sequence[str] = (), limit: int | None =
         ConfigError: The file cannot be read, a line has another form, or no line is left.
     """
     prompts = list(_rows(path, ("id", "category", "turns"), _prompt))
-    return _selected(prompts, path, categories, limit)
+    return selected(prompts, path, categories, limit)
 
 
 def read_traces(path: Path, categories: Sequence[str] = (), limit: int | None = None) -> list[Trace]:
@@ -95,7 +95,7 @@ def read_traces(path: Path, categories: Sequence[str] = (), limit: int | None = 
         ConfigError: The file cannot be read, a line has another form, or no line is left.
     """
     traces = [trace for trace in _rows(path, ("id", "category", "prompt", "output"), _trace) if trace.output]
-    return _selected(traces, path, categories, limit)
+    return selected(traces, path, categories, limit)
 
 
 def _rows(path: Path, fields: Sequence[str], make: Callable[[dict[str, Any]], _Row]) -> Iterator[_Row]:
@@ -140,7 +140,18 @@ def _token_ids(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _selected(rows: list[_Row], path: Path, categories: Sequence[str], limit: int | None) -> list[_Row]:
+def selected(rows: list[_Row], path: Path, categories: Sequence[str], limit: int | None) -> list[_Row]:
+    """Rows of some categories.
+
+    Args:
+        rows: All rows.
+        path: Where they are from, for errors.
+        categories: Categories to keep; empty: all.
+        limit: Most rows of each category; None: all.
+
+    Raises:
+        ConfigError: There is no such category, or no row is left.
+    """
     known = sorted({row.category for row in rows})
     unknown = sorted(set(categories) - set(known))
     if unknown:

@@ -1,4 +1,4 @@
-"""Plots: reliability of estimates, tokens per step without each part of the drafter, time of datastore searches."""
+"""Plots: reliability of estimates, bars of tokens per step and of speeds, time of datastore searches."""
 
 from __future__ import annotations
 
@@ -49,15 +49,31 @@ def plot_ablation(rows: Mapping[str, Mapping[str, float]], path: Path) -> None:
         MissingDependencyError: matplotlib is not installed.
         ConfigError: The file cannot be written.
     """
+    plot_bars(rows, "tokens per step", path)
+
+
+def plot_bars(rows: Mapping[str, Mapping[str, float]], quantity: str, path: Path) -> None:
+    """Draw bars in groups.
+
+    Args:
+        rows: By name of a group, the length of each bar by its colour's name.
+        quantity: What the lengths are.
+        path: A .png or .svg file, overwritten.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: The file cannot be written.
+    """
     figure, axes = _figure()
     names = list(rows)
     categories = list(dict.fromkeys(category for row in rows.values() for category in row))
+    figure.set_figheight(max(_HEIGHT, 0.1 * len(names) * (len(categories) + 1)))
     height = 0.8 / len(categories)
     for k, category in enumerate(categories):
         at = [len(names) - 1 - n + 0.4 - height * (k + 0.5) for n in range(len(names))]
         axes.barh(at, [rows[name].get(category, 0.0) for name in names], height=height, label=category)
     axes.set_yticks(range(len(names)), reversed(names))
-    axes.set(xlabel="tokens per step")
+    axes.set(xlabel=quantity)
     figure.legend(loc="outside upper center", ncols=len(categories), frameon=False)
     _save(figure, path)
 
@@ -98,6 +114,10 @@ def _figure() -> tuple[Any, Any]:
 def _save(figure: Any, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        # The same figures make the same SVG file, byte for byte.
+        from matplotlib import rc_context
+
+        with rc_context({"svg.hashsalt": "reader-rag"}):
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as cause:
         raise ConfigError(f"cannot write {path}: {cause.strerror or cause}") from cause

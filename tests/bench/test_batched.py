@@ -45,6 +45,11 @@ def test_the_report_has_what_that_of_one_prompt_has(engine: Engine) -> None:
     assert ratio["questions"]["min"] <= ratio["questions"]["median"] <= ratio["questions"]["max"]
 
 
+def test_no_group_begins_when_the_time_is_over_but_the_first(engine: Engine) -> None:
+    report = compare_batch(engine, tasks(engine), ["plain", "reader"], 2, seconds=0.0)
+    assert report["prompts"] == report["identical"]["compared"] == 4
+
+
 def test_a_question_waits_for_no_question_before_it(engine: Engine) -> None:
     run = ours_together(engine, [task for _, task in tasks(engine)][:4], speculate=False)
     assert len(run.question_s) == 4

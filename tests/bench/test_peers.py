@@ -9,7 +9,13 @@ import pytest
 from reader_rag.bench.inputs import Trace
 from reader_rag.bench.replay.peers import best_copy_steps, replay_peers
 
-LIBRARY = ("suffix-decoding", "suffix-decoding tuned tree", "suffix-decoding, warm", "suffix-decoding tuned tree, warm")
+LIBRARY = (
+    "vllm-suffix",
+    "suffix-decoding",
+    "suffix-decoding tuned tree",
+    "suffix-decoding, warm",
+    "suffix-decoding tuned tree, warm",
+)
 
 CHAINS = tuple(f"reader chain of {width}" for width in (4, 8, 10, 16))
 
@@ -55,6 +61,26 @@ def test_our_chains_copy_what_followed_the_longest_end_as_far_as_they_may() -> N
     assert mat("reader chain of 16", trace((98, 99, *counted, 98, 99), counted)) == 15.0
     # 2 3 of LONGER gives 4 5 after 1 2 3, 8 after 2 3 alone.               4 5 6
     assert mat("reader chain of 4", LONGER) == 3.0
+
+
+def test_the_tree_of_prompt_lookup_has_a_chain_for_each_of_the_latest_next_tokens() -> None:
+    tree = "prompt-lookup-tree (dejavuu)"
+    # 1 2 3 gives 4 5 1 2 3.                                               4 5 6
+    assert mat(tree, LONGER) == 3.0
+    # 1 2 gives 4 1 2, which came later, and 3 1 2 4 1.                    4 5   and   3 5
+    assert mat(tree, TWICE) == 2.0
+    assert mat(tree, trace(TWICE.prompt, (3, 5))) == 2.0
+    # Of three next tokens the two latest are drafted: 5 and 4, not 3.     4 9   and   3 | 9
+    thrice = (1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2)
+    assert mat(tree, trace(thrice, (4, 9))) == 2.0
+    assert mat(tree, trace(thrice, (3, 9))) == 1.0
+    assert mat("prompt-lookup-tree of 64", trace(thrice, (3, 9))) == 2.0
+
+
+def test_the_tree_of_prompt_lookup_drafts_eight_tokens_in_all() -> None:
+    # 98 99 gives 1..8; 8 9 then gives 10..15.                             1..9 | 10..15
+    counted = tuple(range(1, 16))
+    assert mat("prompt-lookup-tree (dejavuu)", trace((98, 99, *counted, 98, 99), counted)) == 7.5
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "vllm-ngram"])
@@ -113,6 +139,8 @@ def test_without_the_library_its_rows_are_left_out_and_a_line_says_how_to_get_th
     results, notes = replay_peers([SINGLE], reported.append)
     assert list(results) == [
         "prompt-lookup",
+        "prompt-lookup-tree (dejavuu)",
+        "prompt-lookup-tree of 64",
         "vllm-ngram",
         *CHAINS,
         "oracle: best copy after a match",
@@ -130,7 +158,7 @@ class TestSuffixDecoding:
 
     def test_its_rows_stand_between_the_rules_and_the_oracles(self) -> None:
         results, notes = replay_peers([SINGLE], lambda _: None)
-        assert list(results)[2:-2] == [*CHAINS, *LIBRARY]
+        assert list(results)[4:-2] == [*CHAINS, *LIBRARY]
         assert notes == []
 
     def test_the_factor_bounds_the_draft_by_the_match(self) -> None:
@@ -151,7 +179,7 @@ class TestSuffixDecoding:
         # The first answer repeats nothing: five steps. The second repeats the first.
         #   Cold: 3 | 4 | 5 | 6    Warm: 2 gives 3, then 2 3 4 gives 5 6.    3 4 | 5 6    Tuned: 3 4 5 6
         first, second = trace((1,), (2, 3, 4, 5, 6)), trace((9, 2), (3, 4, 5, 6))
-        steps = dict(zip(LIBRARY, (9, 9, 7, 6), strict=True))
+        steps = dict(zip(LIBRARY, (9, 9, 9, 7, 6), strict=True))
         for name in LIBRARY:
             assert mat(name, first, second) == pytest.approx(9 / steps[name], abs=1e-4)
             assert mat(name, first, trace(second.prompt, second.output, "b"), category="b") == 1.0

@@ -39,6 +39,12 @@ def test_every_method_reports_speed_steps_and_memory(report: dict[str, Any]) -> 
     assert report["batch"] == 1
 
 
+def test_no_prompt_begins_when_the_time_is_over_but_the_first(tiny_engine: Any) -> None:
+    tasks = [(text, Task(tiny_engine.encode(text), SamplingParams(max_tokens=4))) for text in PROMPTS]
+    assert compare(tiny_engine, tasks, ["plain", "reader"], seconds=0.0)["prompts"] == 1
+    assert compare(tiny_engine, tasks, ["plain", "reader"], seconds=600.0)["prompts"] == 2
+
+
 def test_whole_questions_are_prompt_and_answer(report: dict[str, Any]) -> None:
     for row in report["methods"].values():
         assert 0 < row["ttft_s"] < row["question_s"] < row["questions_total_s"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -169,6 +170,7 @@ def compare_batch(
     methods: Sequence[str],
     batch: int,
     progress: Callable[[str], None] = lambda _: None,
+    seconds: float | None = None,
 ) -> dict[str, Any]:
     """Run the methods in turn, group by group, with `batch` prompts decoded at once.
 
@@ -178,9 +180,10 @@ def compare_batch(
         methods: "plain", "reader" and "hf"; "hf-lookup" and "llama-cpp" decode one prompt at a time and are left out.
         batch: At least 2.
         progress: Called with what runs next.
+        seconds: Begin no further group when so many seconds have passed; None: run all.
 
     Returns:
-        The JSON report, as `make_report` describes it.
+        The JSON report, as `make_report` describes it, of the prompts that were run.
 
     Raises:
         ConfigError: An unknown method, or one that cannot replay a trace or sample.
@@ -194,14 +197,19 @@ def compare_batch(
         raise ConfigError(f"unknown method {', '.join(unknown)} for a batch; there are {', '.join(known)}")
     if "hf" in chosen and any(task.forced is not None or task.generation.temperature > 0 for _, task in tasks):
         raise ConfigError("hf cannot replay a trace or sample in batches: use --methods plain,reader only")
+    limit = math.inf if seconds is None else time.monotonic() + seconds
     engine.scheduler.limits = BatchConfig(max_rows=batch)
     groups = [tasks[first : first + _GROUP * batch] for first in range(0, len(tasks), _GROUP * batch)]
     for name in chosen:
         known[name](engine, [shortened(task) for _, task in groups[0][:batch]])
     measured = {name: Runs() for name in chosen}
     memory = PeakMemory(engine.target.device)
+    done: list[str] = []
     for number, group in enumerate(groups, 1):
+        if done and time.monotonic() > limit:
+            break
+        done += [task_id for task_id, _ in group]
         for name in chosen:
             progress(f"batch {batch}: group {number}/{len(groups)} {name}")
             measured[name].add(partial(known[name], engine, [task for _, task in group]), memory)
-    return make_report(engine, [task_id for task_id, _ in tasks], measured, {name: name for name in chosen}, batch)
+    return make_report(engine, done, measured, {name: name for name in chosen}, batch)

@@ -1,4 +1,4 @@
-"""`reader-rag bench generate` and `reader-rag bench cache`."""
+"""`reader-rag bench generate`, `reader-rag bench speed-bench` and `reader-rag bench cache`."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ def generate(
         Path | None,
         typer.Option(help="The model as a GGUF file, for llama-cpp.", show_default="that of the model's package"),
     ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="Begin no further prompt after so many seconds, for each size of --batch."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare decoding methods on the same prompts.
@@ -96,9 +100,9 @@ def generate(
     several = len(batches) > 1
     for number, size in enumerate(batches):
         if size == 1:
-            report = compare(engine, tasks, chosen, progress(), gguf)
+            report = compare(engine, tasks, chosen, progress(), gguf, seconds)
         else:
-            report = compare_batch(engine, tasks, chosen, size, progress())
+            report = compare_batch(engine, tasks, chosen, size, progress(), seconds)
         if not as_json:
             show_report(report)
             continue
@@ -106,6 +110,56 @@ def generate(
         opening, closing = "[" if several and not number else "", "]" if several else ""
         ending = "," if number + 1 < len(batches) else closing
         typer.echo(opening.encode() + json_bytes(report, indent=1) + ending.encode())
+
+
+def speed_bench(
+    data: Annotated[Path, typer.Option("--data", help="Folder of SPEED-Bench, as NVIDIA's prepare_data.py writes it.")],
+    splits: Annotated[
+        str, typer.Option(help="Comma-separated, out of qualitative, throughput_1k, _2k, _8k, _16k, _32k.")
+    ] = "qualitative",
+    model: options.Model = DEFAULT_MODEL,
+    categories: options.Categories = "",
+    limit: options.Limit = None,
+    dtype: options.Dtype = LoadConfig.dtype,
+    quantization: options.Quantization = LoadConfig.quantization,
+    device: options.Device = LoadConfig.device,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 256,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    ignore_eos: options.IgnoreEos = SamplingParams.ignore_eos,
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated: plain, reader, hf, hf-lookup.")] = (
+        "plain,reader,hf,hf-lookup"
+    ),
+    as_json: options.Json = False,
+) -> None:
+    """Compare decoding methods on NVIDIA's SPEED-Bench, by its categories.
+
+    Reports for each category what bench generate reports, one prompt at a time; --json has all of it. Conversations
+    are run to the end of their first answer. Prompts that do not fit the model's context window are left out, and
+    counted. The files are read, never downloaded.
+    """
+    from reader_rag.bench.generate.sequential import check_methods
+    from reader_rag.bench.generate.speed_bench import SPLITS, compare_categories, read_split
+    from reader_rag.bench.generate.tables import show_categories
+    from reader_rag.bench.inputs import selected
+
+    chosen, wanted = options.names(methods), options.names(splits)
+    check_methods(chosen)
+    if "llama-cpp" in chosen:
+        raise ConfigError("speed-bench has no llama-cpp: compare with it in bench generate")
+    unknown = sorted(set(wanted) - set(SPLITS))
+    if unknown or not wanted:
+        raise ConfigError(f"--splits {splits}: SPEED-Bench has {', '.join(SPLITS)}")
+    prompts = {
+        split: selected(read_split(data, split), data / split, options.names(categories), limit) for split in wanted
+    }
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
+    engine = _engine(model, LoadConfig(dtype=dtype, quantization=quantization, device=device), {}, random_weights=False)
+    report: dict[str, Any] = {"splits": {}}
+    for split, some in prompts.items():
+        reports, left_out = compare_categories(engine, some, chosen, params, progress())
+        report["splits"][split] = {"left_out": left_out, "categories": reports}
+    print_report(report, as_json, show_categories)
 
 
 def cache(

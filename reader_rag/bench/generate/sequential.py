@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ def compare(
     methods: Sequence[str],
     progress: Callable[[str], None] = lambda _: None,
     gguf: Path | None = None,
+    seconds: float | None = None,
 ) -> dict[str, Any]:
     """Run the methods in turn, prompt by prompt, in this process.
 
@@ -35,9 +38,11 @@ def compare(
         methods: Names of `METHODS`, and "llama-cpp".
         progress: Called with what runs next.
         gguf: The model as a GGUF file, for "llama-cpp".
+        seconds: Begin no further prompt when so many seconds have passed; None: run all.
 
     Returns:
-        The JSON report, as `make_report` describes it; with "llama-cpp" also "llama_cpp": file, type, version.
+        The JSON report, as `make_report` describes it, of the prompts that were run; with "llama-cpp" also "llama_cpp":
+        file, type, version.
 
     Raises:
         ConfigError: An unknown method, one that cannot replay a trace or sample, or a GGUF file of another model.
@@ -45,6 +50,7 @@ def compare(
         ModelError: llama.cpp cannot use the file.
     """
     check_methods(methods)
+    limit = math.inf if seconds is None else time.monotonic() + seconds
     others = sorted(set(methods) - {"plain", "reader"})
     if others and any(task.forced is not None for _, task in tasks):
         raise ConfigError(f"{' and '.join(others)} cannot replay a trace: use --methods plain,reader only")
@@ -58,12 +64,16 @@ def compare(
         variant(engine, shortened(tasks[0][1]))
     measured = {name: Runs() for name in variants}
     memory = PeakMemory(engine.target.device)
+    done: list[str] = []
     for number, (task_id, task) in enumerate(tasks, 1):
+        if done and time.monotonic() > limit:
+            break
+        done.append(task_id)
         for name, variant in variants.items():
             progress(f"{number}/{len(tasks)} {task_id} {name}")
             measured[name].add(partial(variant, engine, task), memory)
     fastest = {method: max(known[method], key=lambda name: measured[name].decode_tokens_per_s) for method in methods}
-    report = make_report(engine, [task_id for task_id, _ in tasks], measured, fastest, 1)
+    report = make_report(engine, done, measured, fastest, 1)
     return report | ({"llama_cpp": about} if about else {})
 
 

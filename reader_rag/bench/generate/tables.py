@@ -1,4 +1,4 @@
-"""The report of `bench generate` as tables, each of which fits a terminal of 60 columns."""
+"""The reports of `bench generate`, as tables that fit a terminal of 60 columns, and of `bench speed-bench`."""
 
 from __future__ import annotations
 
@@ -57,6 +57,30 @@ def show_report(report: dict[str, Any]) -> None:
         same = report["identical"]
         differing = f"; different: {', '.join(same['different'])}" if same["different"] else ""
         typer.echo(f"reader = plain: {same['compared'] - len(same['different'])} of {same['compared']}{differing}")
+
+
+def show_categories(report: dict[str, Any]) -> None:
+    """Print the report of `bench speed-bench`: for each method its speed and tokens per step, by category.
+
+    Args:
+        report: By split, "left_out" and by category the report of `bench generate`.
+    """
+    for split, found in report["splits"].items():
+        rows = []
+        for category, one in found["categories"].items():
+            for name, row in one["methods"].items():
+                ratio = one["ratios"].get(f"reader/{name}", {})
+                figures = (row["decode_tokens_per_s"], row["mat"], row["ttft_s"], row["question_s"], ratio.get("total"))
+                rows.append((category, one["prompts"], row["variant"], *map(_rounded, figures)))
+        headings = ("category", "prompts", "method", "decoding\ntokens/s", "tokens\na step", "first\ntoken s")
+        _print(split, (*headings, "question\ns", "reader\ntimes"), rows)
+        same = [one["identical"] for one in found["categories"].values() if "identical" in one]
+        if same:
+            compared = sum(one["compared"] for one in same)
+            different = sum(len(one["different"]) for one in same)
+            typer.echo(f"reader = plain: {compared - different} of {compared}")
+        if found["left_out"]:
+            typer.echo(f"{found['left_out']} prompts are longer than the model's context window and left out")
 
 
 def _print(title: str, headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:

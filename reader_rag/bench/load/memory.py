@@ -28,7 +28,7 @@ from reader_rag.util.one_line import first_line
 _STATUS = Path("/proc/self/status")
 _INTERVAL_S = 0.002
 _TIMEOUT_S = 3600
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 64,
@@ -37,6 +37,7 @@ _SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+"""A model that loads at once, whatever the machine."""
 
 
 def make_random_model(
@@ -119,7 +120,7 @@ def measure_loading(folder: Path, cache: Path, *, dtype: str = "auto", quantizat
 def _load_and_report(folder: str, dtype: str, quantization: Any) -> dict[str, Any]:
     """The report of `measure_loading`, of this process."""
     with TemporaryDirectory() as small:  # libraries load parts of themselves, and start threads, at their first use
-        make_random_model(_SMALL, Path(small))
+        make_random_model(SMALL, Path(small))
         Target(load_model(Path(small), dtype=dtype, quantization=quantization, device="cpu")[0])
 
     before = _anonymous_bytes()

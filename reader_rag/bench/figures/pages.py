@@ -1,0 +1,212 @@
+"""The pages of `bench report`: one with all results, and blocks in other pages that hold a table of it.
+
+A block begins with `<!-- figures: NAME -->` and ends with `<!-- end of figures -->`; NAME is a section, or "overview".
+What stands between is written by `update_page`, and compared by `stale_blocks`. So a figure in such a block is one of
+`report.json`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reader_rag.bench.figures.tables import TABLES, drafters, overview
+from reader_rag.errors import ConfigError, MissingDependencyError
+from reader_rag.util.files import atomic_path
+
+PAGE_FILE = "README.md"
+_BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", flags=re.DOTALL)
+_OVERVIEW = "overview"
+
+
+def section_markdown(report: Mapping[str, Any], name: str, *, heading: bool = False) -> str:
+    """A section's tables, with the commands, the machine and what failed.
+
+    Args:
+        report: As `read_report` returns it.
+        name: Name of the section.
+        heading: Begin with the section's heading and sentence.
+    """
+    section = report["sections"][name]
+    parts: dict[str, dict[str, Any]] = section["parts"]
+    lines = [f"## {section['title']}\n\n{section['about']}\n"] if heading else []
+    table = TABLES[name](parts)
+    if table:
+        lines.append(table)
+    lines.append("```\n" + "\n".join(part["command"] for part in parts.values()) + "\n```\n")
+    lines += [f"Failed: {label}: {part['error']}.\n" for label, part in parts.items() if part["error"] is not None]
+    lines.append(_measured(report, parts))
+    return "\n".join(lines)
+
+
+def _measured(report: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where and when the parts were measured."""
+    found = dict.fromkeys((part["version"], part["commit"], part["date"], part["processor"]) for part in parts.values())
+    told = []
+    for version, commit, date, processor in found:
+        at = f" at commit {commit}" if commit else ""
+        told.append(f"reader-rag {version}{at}, {date}, {processor}")
+    return f"Measured with {'; '.join(told)}; prompts: {report['prompts']}.\n"
+
+
+def block_markdown(report: Mapping[str, Any], name: str) -> str | None:
+    """What stands in a block.
+
+    Args:
+        report: As `read_report` returns it.
+        name: Name of the block.
+
+    Returns:
+        The Markdown; None if the report has no result for it.
+    """
+    section = report["sections"].get("speed" if name == _OVERVIEW else name)
+    if section is None or all(part["report"] is None for part in section["parts"].values()):
+        return None
+    if name == _OVERVIEW:
+        return f"{overview(section['parts'])}\n{_measured(report, section['parts'])}"
+    return section_markdown(report, name)
+
+
+def _blocks(text: str, report: Mapping[str, Any], page: str, use: Callable[[str, str, str], str]) -> str:
+    """Replace the content of each block that the report has results for by what `use` returns."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[2]
+        if name != _OVERVIEW and name not in TABLES:
+            known = ", ".join((_OVERVIEW, *TABLES))
+            raise ConfigError(f"{page}: there are no figures {name}: name one of {known}")
+        made = block_markdown(report, name)
+        old = match[0][len(match[1]) : -len(match[3])]
+        return match[1] + (old if made is None else use(name, old, made)) + match[3]
+
+    return _BLOCK.sub(replace, text)
+
+
+def stale_blocks(text: str, report: Mapping[str, Any], page: str) -> tuple[list[str], list[str]]:
+    """Compare the blocks of a page with a report.
+
+    Args:
+        text: The page.
+        report: As `read_report` returns it.
+        page: Name of the page, for errors.
+
+    Returns:
+        Names of the blocks that were compared, and of those that differ. Blocks without a result in the report are
+        not compared.
+    """
+    compared: list[str] = []
+    stale: list[str] = []
+
+    def compare(name: str, old: str, made: str) -> str:
+        compared.append(name)
+        if old != made:
+            stale.append(name)
+        return old
+
+    _blocks(text, report, page, compare)
+    return compared, stale
+
+
+def update_page(path: Path, report: Mapping[str, Any]) -> list[str]:
+    """Write the results of a report into the blocks of a page.
+
+    Args:
+        path: The page.
+        report: As `read_report` returns it.
+
+    Returns:
+        Names of the blocks that were written.
+
+    Raises:
+        ConfigError: The page cannot be read or written, has no block, or one of an unknown name.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"cannot read {path}: {cause}") from cause
+    if _BLOCK.search(text) is None:
+        raise ConfigError(
+            f"{path} has no block of figures: write <!-- figures: overview --> and <!-- end of figures -->"
+        )
+    written: list[str] = []
+
+    def write(name: str, _: str, made: str) -> str:
+        written.append(name)
+        return made
+
+    _write(path, _blocks(text, report, str(path), write))
+    return written
+
+
+def write_page(report: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write the page with all results, and its plots.
+
+    Args:
+        report: As `read_report` returns it.
+        folder: Gets README.md, and SVG files if matplotlib is installed.
+
+    Returns:
+        Names of the plots.
+
+    Raises:
+        ConfigError: A file cannot be written.
+    """
+    plots = _write_plots(report, folder)
+    lines = [
+        "# Report of all benchmarks",
+        "",
+        f"Written by `reader-rag bench report`. {_machine(report)}",
+        "",
+        *(f"- {one['package']}: {one['what']} left out ({one['reason']})" for one in report["absent"]),
+        "",
+    ]
+    for name in report["sections"]:
+        lines.append(section_markdown(report, name, heading=True))
+        lines += [f"![{name}]({plot})\n" for plot in plots if plot == f"{name}.svg"]
+    _write(folder / PAGE_FILE, "\n".join(lines).rstrip() + "\n")
+    return plots
+
+
+def _machine(report: Mapping[str, Any]) -> str:
+    sets = f" ({', '.join(report['instruction_sets'])})" if report["instruction_sets"] else ""
+    packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items())
+    machine = f"{report['processor']}{sets}, {report['cores']} cores, {report['memory_gb']:.0f} GB, {report['system']}"
+    return (
+        f"Last run on {report['date']}: {machine}, Python {report['python']}, {packages}. Ratios are those of all "
+        "tokens or seconds, with the least and greatest of a prompt in brackets."
+    )
+
+
+def _write_plots(report: Mapping[str, Any], folder: Path) -> list[str]:
+    from reader_rag.bench.plots import plot_bars
+
+    figures: dict[str, tuple[dict[str, dict[str, float]], str]] = {}
+    sections = report["sections"]
+    if "speed" in sections:
+        speeds: dict[str, dict[str, float]] = {}
+        for label, part in sections["speed"]["parts"].items():
+            for name, row in (part["report"] or {"methods": {}})["methods"].items():
+                speeds.setdefault(name, {})[label] = row["decode_tokens_per_s"]
+        figures["speed"] = (speeds, "decoding tokens/s")
+    if "tokens-per-step" in sections:
+        figures["tokens-per-step"] = (drafters(sections["tokens-per-step"]["parts"]), "tokens per step")
+    written = []
+    for name, (rows, label) in figures.items():
+        if not rows:
+            continue
+        try:
+            plot_bars(rows, label, folder / f"{name}.svg")
+        except MissingDependencyError:  # told as an absent package
+            return []
+        written.append(f"{name}.svg")
+    return written
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with atomic_path(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as cause:
+        raise ConfigError(f"cannot write {path}: {cause.strerror or cause}") from cause
