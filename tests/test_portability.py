@@ -160,7 +160,7 @@ def test_no_call_is_used_that_other_systems_lack(path: Path) -> None:
         ("import signal\nsignal.signal(signal.SIGHUP, print)", ["2: signal.SIGHUP"]),
         ("from signal import SIGKILL", ["1: signal.SIGKILL"]),
         ("import mmap\nmmap.mmap(0, 1, flags=mmap.MAP_SHARED)", ["2: mmap.MAP_SHARED"]),
-        ("data.madvise(1)", ["1: .madvise"]),
+        ("data.madvise(1)", ["1: data.madvise"]),
         ("open('/proc/self/status')", ["1: /proc/self/status"]),
         ("PLACE = Path('/proc/self/status')\nPLACE.read_text()", ["1: /proc/self/status"]),
         ("Popen(command, preexec_fn=print)", ["1: preexec_fn"]),

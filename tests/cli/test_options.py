@@ -50,6 +50,8 @@ OWN_DEFAULT = {
     ("bench record", "dtype"): "traces are of float32",
     ("bench record", "max_tokens"): "traces are of 200 tokens",
     ("bench record", "seed"): "runs must be repeatable",
+    ("bench report", "max_tokens"): "many prompts",
+    ("bench speed-bench", "seed"): "runs must be repeatable",
     ("bench vllm", "dtype"): "as it is served",
     ("bench vllm", "max_tokens"): "many prompts",
     ("bench vllm", "seed"): "runs must be repeatable",

@@ -35,7 +35,11 @@ def section_markdown(report: Mapping[str, Any], name: str, *, heading: bool = Fa
     table = TABLES[name](parts)
     if table:
         lines.append(table)
-    lines.append("```\n" + "\n".join(part["command"] for part in parts.values()) + "\n```\n")
+    lines.append("<!-- types-only -->\n```bash\n" + "\n".join(part["command"] for part in parts.values()) + "\n```\n")
+    told = (
+        note for part in parts.values() if isinstance(part["report"], dict) for note in part["report"].get("notes", ())
+    )
+    lines += [f"Note: {note}.\n" for note in dict.fromkeys(told)]
     lines += [f"Failed: {label}: {part['error']}.\n" for label, part in parts.items() if part["error"] is not None]
     lines.append(_measured(report, parts))
     return "\n".join(lines)
