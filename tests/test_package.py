@@ -177,3 +177,13 @@ def test_a_class_that_was_renamed_is_found_by_its_old_name_with_a_warning(module
     for old, new in (("GenerationConfig", "SamplingParams"), ("RecallConfig", "DatastoreConfig")):
         with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
             assert getattr(module, old) is getattr(module, new)
+
+
+def test_the_version_is_that_of_the_citation_and_of_the_latest_dated_changes() -> None:
+    root = Path(__file__).parents[1]
+    citation = (root / "CITATION.cff").read_text(encoding="utf-8")
+    changes = re.findall(
+        r"^## \[(\d[^\]]*)\] - (\d{4}-\d\d-\d\d)$", (root / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert changes[0][0] == reader_rag.__version__
+    assert f"\nversion: {reader_rag.__version__}\ndate-released: {changes[0][1]}\n" in citation
