@@ -38,6 +38,15 @@ class DraftConfig(Settings):
         ge=0,
         le=1 << 24,
     )
+    model_tokens: int = setting(
+        4, "Most tokens that a draft model drafts one behind the other in a step; each takes a pass of it.", ge=1, le=64
+    )
+    model_branches: int = setting(
+        4,
+        "Tokens that a draft model drafts at each position: the best one is followed, the others are ends.",
+        ge=1,
+        le=32,
+    )
     calibrates: bool = setting(
         True, "Whether estimated probabilities are corrected by the acceptance rates that were observed."
     )

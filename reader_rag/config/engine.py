@@ -77,6 +77,14 @@ class EngineConfig(Settings):
         "better drafts, for at most 10 minutes of processor time in all, and keeps them in the cache folder; the "
         'default model has such a profile. "off": it computes nothing while it is idle.',
     )
+    draft_model: str | Path | None = setting(
+        None,
+        "A model that drafts beside the search: alias, local folder or hub id of a smaller causal language model with "
+        "the same vocabulary, or of an EAGLE-3 head in the speculators format. None: there is none.",
+    )
+    draft_quantization: Quantization = setting(
+        "none", 'How the draft model is loaded; "int8": as `quantization` says, for smaller language models only.'
+    )
     datastore: str | Path | None = setting(
         None, "Folder of texts and earlier answers that drafts are searched in; None: there is none."
     )

@@ -92,8 +92,9 @@ class Verified:
         accepted: How many of them were drafted, by any source.
         best: int32 [accepted + 1, 8], the target's best next tokens at the sequence's last token and at each accepted
             one, the best first; None where the engine did not compute them.
-        hidden_states: A handle to the target's hidden states at the same positions, for a source that declares
-            `needs_hidden_states`; its type is between the engine and the source. None for all others.
+        hidden_states: A handle to the target's hidden states, for a source that declares `needs_hidden_states`: at the
+            same positions, and in the first call of a request at those of its prompt, but what was taken from the
+            prefix cache. Engines hand out a `reader_rag.kv_cache.layer_states.LayerStates`. None for all others.
     """
 
     tokens: tuple[int, ...]
@@ -108,6 +109,9 @@ class DraftSource(Protocol):
     A step calls `propose`, and `observe` with what the target emitted; `propose` is left out in steps that are made
     without a draft. `forget` follows the last step. An error in any of them, or a proposal that is not valid, switches
     the source off for the request, with one warning; the answer goes on.
+
+    A source that needs hidden states may have an attribute `hidden_layers`, the layers whose outputs it wants: n for
+    the output of the n-th decoder layer, 0 for the embeddings. Without it, it gets the output of the last one.
 
     Attributes:
         needs_hidden_states: Whether `Verified.hidden_states` is wanted.
@@ -143,14 +147,15 @@ SourceFactory = Callable[[], DraftSource]
 model, belongs to the factory."""
 
 
-def make_sources(factories: Sequence[SourceFactory]) -> tuple[DraftSource, ...]:
+def make_sources(factories: Sequence[SourceFactory], layers: int = 0) -> tuple[DraftSource, ...]:
     """Make the sources of a request.
 
     Args:
         factories: One for each source.
+        layers: Layers of the target whose outputs sources may ask for; 0: it hands out none.
 
     Raises:
-        ConfigError: A factory makes no draft source, or one that needs hidden states, which no engine provides.
+        ConfigError: A factory makes no draft source, or one that needs hidden states which the engine does not provide.
     """
     sources = tuple(make() for make in factories)
     for source in sources:
@@ -158,8 +163,23 @@ def make_sources(factories: Sequence[SourceFactory]) -> tuple[DraftSource, ...]:
         missing = [method for method in ("propose", "observe", "forget") if not callable(getattr(source, method, None))]
         if missing:
             raise ConfigError(f"{name} is no draft source: it has no {', '.join(missing)}")
-        if getattr(source, "needs_hidden_states", False):
+        wanted = hidden_layers_of(source, layers)
+        if wanted and not layers:
             raise ConfigError(
-                f"the draft source {name} needs hidden states, and no engine provides them yet: leave it out"
+                f"the draft source {name} needs hidden states, and this model does not hand them out: leave it out"
             )
+        if any(not 0 <= layer <= layers for layer in wanted):
+            raise ConfigError(f"the draft source {name} needs the layers {wanted}, and the model has 0..{layers}")
     return sources
+
+
+def hidden_layers_of(source: DraftSource, layers: int) -> tuple[int, ...]:
+    """The layers whose outputs a source needs; empty: none.
+
+    Args:
+        source: The source.
+        layers: Layers of the target; the default is the last one.
+    """
+    if not getattr(source, "needs_hidden_states", False):
+        return ()
+    return tuple(getattr(source, "hidden_layers", ())) or (layers,)

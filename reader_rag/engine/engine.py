@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack, overload
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
@@ -20,12 +16,14 @@ from reader_rag.draft.source import SourceFactory
 from reader_rag.draft.tree_builder import TreeBuilder
 from reader_rag.engine.context import Costs, DecodeContext
 from reader_rag.engine.datastore_lookup import DatastoreLookup, open_datastore
+from reader_rag.engine.draft_models.loading import TargetParts, load_draft_model
+from reader_rag.engine.draft_models.source import DraftModel
 from reader_rag.engine.draft_state import DraftStates
 from reader_rag.engine.observer import Load, Observers
 from reader_rag.engine.outputs import Generation, Passage, Prompt
 from reader_rag.engine.request import Request, RequestBuilder, RequestOptions
 from reader_rag.engine.scheduler import Scheduler
-from reader_rag.engine.stream import GenerationStream
+from reader_rag.engine.stream import GenerationStream, finish_all
 from reader_rag.engine.text.encoder import PromptEncoder
 from reader_rag.errors import BatchError, BusyError, ConfigError
 from reader_rag.kv_cache.prefix_cache import PrefixCache
@@ -44,9 +42,8 @@ heads (128 KiB a token). Memory that all programs of a machine share."""
 _PREFIX_BYTES_ELSEWHERE = 1 << 30
 """The default on a GPU, which holds larger models and little else."""
 _AHEAD = 4
-"""Requests that `generate` submits at once, as a multiple of those that are decoded at once."""
-_RETRY_S = 0.1
-"""Seconds after which `generate` tries again to submit to a full queue."""
+"""Requests that `generate` submits at once, as a multiple of those that are decoded at once: as many wait that no row
+of the batch is empty while the first is still decoded."""
 
 
 class Engine:
@@ -62,6 +59,8 @@ class Engine:
         config: How it decodes.
         name: What messages and metadata call the model.
         draft_sources: Make sources of drafts that every request has besides the built-in ones, one for each request.
+        assistant: A loaded draft model, a causal language model with this tokenizer, in place of the setting
+            `draft_model`.
         settings: Fields of `EngineConfig`, in place of those of `config`; None takes the default.
 
     Attributes:
@@ -70,6 +69,7 @@ class Engine:
         config: What holds.
         name: As given, or the model's own name.
         target: Computes forward passes of the model.
+        draft_model: The model that drafts; None: there is none.
         prefix_bytes: Size of the prefix cache in bytes.
         requests: Checks the arguments of `submit` and prepares requests.
         scheduler: Decodes the requests; its `limits` may be replaced.
@@ -90,6 +90,7 @@ class Engine:
         *,
         name: str = "",
         draft_sources: Sequence[SourceFactory] = (),
+        assistant: PreTrainedModel | None = None,
         **settings: Any,
     ) -> None:
         note_threads()
@@ -101,10 +102,12 @@ class Engine:
         self._encoder = PromptEncoder(tokenizer, self.name)
         self.target, drafting = on_own_thread(self._select_target)
         context_window = self.target.context_window or _UNKNOWN_WINDOW
+        given_sources = (draft_sources, self.target.layer_count)
         self.requests = RequestBuilder(
-            model, tokenizer, self.name, self.target.device, context_window, self.config.draft, draft_sources
+            model, tokenizer, self.name, self.target.device, context_window, self.config.draft, *given_sources
         )
         self.prefix_bytes = self._prefix_bytes()
+        self.draft_model, prefix_bytes = self._load_draft_model(assistant)
         reuse = on_own_thread(lambda: select_reuse(self.target, self.config.exactness)) if self.prefix_bytes else None
         observers = Observers()
         report, computes = partial(observers.tell, "profiled"), self.config.profile == "auto"
@@ -120,7 +123,7 @@ class Engine:
             context_window=context_window,
             vocabulary=self.requests.vocabulary,
             draft_states=DraftStates(profile),
-            prefix_cache=PrefixCache(self.prefix_bytes, reuse.block) if reuse is not None else None,
+            prefix_cache=PrefixCache(self.prefix_bytes - prefix_bytes, reuse.block) if reuse is not None else None,
             reuse=reuse,
             lookup=self._lookup(),
             costs=Costs(self.target, cache_folder() / "costs"),
@@ -321,7 +324,8 @@ class Engine:
             self.requests.build(one, config, texts, options)
             for one, config, texts in zip(prompt, each, given, strict=True)
         ]
-        results = self._finish_all(requests, progress)
+        at_once = _AHEAD * self.scheduler.max_rows
+        results = finish_all(self._submit_patiently, requests, at_once=at_once, progress=progress)
         failed = [result for result in results if isinstance(result, Exception)]
         if failed:
             message = f"{len(failed)} of {count} answers failed, the first with: {failed[0]}"
@@ -359,8 +363,9 @@ class Engine:
         def drop() -> None:
             if learned:
                 self.context.draft_states.forget(tenant)
-            if self.context.prefix_cache is not None:
-                self.context.prefix_cache.forget(tenant)
+            for kept in (self.context.prefix_cache, self.draft_model):
+                if kept is not None:
+                    kept.forget(tenant)
 
         self.between_steps(drop)
         if learned and self.lookup is not None:
@@ -388,6 +393,19 @@ class Engine:
         add_fixed_step(target, config.cuda_graphs, name=self.name, max_bytes=config.batch.max_cache_bytes)
         return target, drafting
 
+    def _load_draft_model(self, assistant: PreTrainedModel | None) -> tuple[DraftModel | None, int]:
+        """The draft model, and how many bytes of the prefix cache it takes."""
+        given, config = self.config.draft_model, self.config
+        if given is not None and assistant is not None:
+            raise ConfigError("assistant is a draft model, and draft_model names another one: give one of them")
+        if given is None and assistant is None:
+            return None, 0
+        parts = TargetParts(self.target, self.tokenizer, self.name, self.requests.vocabulary)
+        options = {"quantization": config.draft_quantization, "prefix_bytes": self.prefix_bytes}
+        model, share = on_own_thread(lambda: load_draft_model(given or assistant, parts, **options))
+        self.requests.draft_model = model
+        return model, share
+
     def _prefix_bytes(self) -> int:
         if self.config.prefix_bytes is not None:
             return self.config.prefix_bytes
@@ -406,45 +424,8 @@ class Engine:
         opened = open_datastore(folder, self.tokenizer, self.requests.vocabulary, read_only=not recall.keeps_answers)
         return DatastoreLookup(opened, recall)
 
-    def _finish_all(self, requests: Sequence[Request], progress: bool) -> list[Generation | Exception]:
-        """Decode requests to their ends; results in their order."""
-        results: list[Generation | Exception] = []
-        running: deque[GenerationStream] = deque()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-            task = bar.add_task("answers", total=len(requests))
-
-            def finish_first() -> None:
-                results.append(_result(running.popleft()))
-                bar.advance(task)
-
-            try:
-                for request in requests:
-                    # As many wait in the queue that no row of the batch is empty while the first is still decoded.
-                    while len(running) >= _AHEAD * self.scheduler.max_rows:
-                        finish_first()
-                    while (stream := self._submit_patiently(request)) is None:
-                        if running:
-                            finish_first()
-                        else:
-                            time.sleep(_RETRY_S)  # the queue is full of others' requests
-                    running.append(stream)
-                while running:
-                    finish_first()
-            finally:
-                for stream in running:
-                    stream.close()
-        return results
-
     def _submit_patiently(self, request: Request) -> GenerationStream | None:
         try:
             return self.scheduler.submit(request, patient=True)
         except BusyError:
             return None
-
-
-def _result(stream: GenerationStream) -> Generation | Exception:
-    try:
-        return stream.finish()
-    except Exception as error:
-        return error

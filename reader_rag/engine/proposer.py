@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from reader_rag.engine.request import Request
 from reader_rag.engine.text.prediction import Prediction
 from reader_rag.engine.text.provenance import Provenance
 from reader_rag.errors import DatastoreError
+from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.sampling.topk import TopK, top_tokens
 
 _log = logging.getLogger(__name__)
@@ -114,9 +115,11 @@ class Proposer:
         self._tenant = request.tenant
         self._prompt_length = len(request.prompt.token_ids)
         drafts = request.params.speculate and draft.max_nodes > 0
-        self._external = [
-            CheckedSource(source, context.vocabulary) for source in (request.draft_sources if drafts else ())
-        ]
+        given = request.draft_sources if drafts else ()
+        self._external = [CheckedSource(source, context.vocabulary) for source in given]
+        self._needs_states = [bool(getattr(source, "needs_hidden_states", False)) for source in given]
+        layers = request.hidden_layers(context.target.layer_count) if drafts else ()
+        self._outputs = LayerOutputs(layers) if layers else None
         self._best: NDArray[np.int32] | None = None
         self._verified, self._accepted = DraftTree.empty(), list[int]()
         self._counts: Counter[str] = Counter()
@@ -130,6 +133,12 @@ class Proposer:
     def learns(self) -> bool:
         """Whether the best tokens of verified logits are of use: to the successor table or to a source from outside."""
         return self._successors is not None or any(source.active for source in self._external)
+
+    @property
+    def outputs(self) -> LayerOutputs | None:
+        """Receives the outputs of layers that sources need; None: no source needs any."""
+        active = any(source.active for source, needs in zip(self._external, self._needs_states, strict=True) if needs)
+        return self._outputs if active else None
 
     @property
     def used_documents(self) -> Counter[tuple[str, str]]:
@@ -178,17 +187,23 @@ class Proposer:
         best, self._best = self._best, None
         rows = None if best is None or not self._external else best[[0, *(node + 1 for node in accepted)]]
         verified = Verified(tuple(emitted), min(len(accepted), len(emitted)), rows)
+        states = None
+        if self._outputs is not None:
+            self._outputs.commit([0, *(node + 1 for node in accepted)])
+            states = self._outputs.take(len(self.index) + len(accepted))
         self._verified, self._accepted, self._counts = tree, accepted, Counter()
         if not self._one_by_one:
             for place, token in enumerate(emitted):
                 self._before_token(place, token)
         self._builtin.observe(verified)
-        for source in self._external:
-            source.observe(verified)
+        for source, needs in zip(self._external, self._needs_states, strict=True):
+            source.observe(replace(verified, hidden_states=states) if needs else verified)
         return self._counts
 
     def forget(self) -> None:
         """End the sources from outside: the request has ended."""
+        if self._outputs is not None:
+            self._outputs.release()
         for source in self._external:
             source.forget()
 

@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import DraftConfig, SamplingParams, checked_tenant, unknown_argument
-from reader_rag.draft.source import DraftSource, SourceFactory, make_sources
+from reader_rag.draft.source import DraftSource, SourceFactory, hidden_layers_of, make_sources
+from reader_rag.engine.draft_models.source import DraftModel, DraftRequest, ModelSource
 from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import ConfigError, ContextLengthError, PromptError
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
 from reader_rag.sampling.logits_processors import copy_processors, make_processors
-from reader_rag.sampling.sampler import CheckedSampler, Processor, Sampler, make_sampler
+from reader_rag.sampling.sampler import CheckedSampler, ProcessedSampler, Processor, Sampler, make_sampler
 from reader_rag.util.encodable import is_encodable
 from reader_rag.util.fork import check_not_forked
 
@@ -86,6 +87,15 @@ class Request:
     draft_sources: tuple[DraftSource, ...] = ()
     prediction: str = ""
 
+    def hidden_layers(self, layers: int) -> tuple[int, ...]:
+        """The layers whose outputs its draft sources need, ascending.
+
+        Args:
+            layers: Layers of the target.
+        """
+        wanted = (hidden_layers_of(source, layers) for source in self.draft_sources)
+        return tuple(sorted({layer for each in wanted for layer in each}))
+
 
 class RequestBuilder:
     """Checks the arguments of a request and prepares it.
@@ -98,8 +108,10 @@ class RequestBuilder:
         context_window: Most tokens of prompt and answer.
         draft: How drafts are made if a request has no `draft` option.
         draft_sources: Make the sources of drafts that every request has besides the built-in ones.
+        layers: Layers whose outputs draft sources may ask for; 0: none.
 
     Attributes:
+        draft_model: Drafts for every request that drafts at all; None: there is none.
         eos_ids: Tokens that end an answer.
         vocabulary: Token ids that the model has an embedding of.
     """
@@ -113,6 +125,7 @@ class RequestBuilder:
         context_window: int,
         draft: DraftConfig,
         draft_sources: Sequence[SourceFactory] = (),
+        layers: int = 0,
     ) -> None:
         width = _logits_width(model)
         self.eos_ids = _eos_ids(model, tokenizer)
@@ -126,6 +139,8 @@ class RequestBuilder:
         self._context_window = context_window
         self._draft = draft
         self._draft_sources = tuple(draft_sources)
+        self._layers = layers
+        self.draft_model: DraftModel | None = None
 
     def build(
         self,
@@ -165,11 +180,13 @@ class RequestBuilder:
         if sampler is None:
             constraint = self._constraint(prompt, params)
             sampler = self.sampler(prompt, params, processors, constraint)
-        sources = make_sources([*self._draft_sources, *options.get("draft_sources", ())])
+        sources = make_sources([*self._draft_sources, *options.get("draft_sources", ())], self._layers)
+        draft = options.get("draft") or self._draft
+        model = self._draft_source(prompt, params, draft, sampler, options.get("tenant", ""))
         return Request(
             prompt=prompt,
             params=params,
-            draft=options.get("draft") or self._draft,
+            draft=draft,
             sampler=sampler,
             passages=tuple(passages),
             tenant=options.get("tenant", ""),
@@ -177,7 +194,7 @@ class RequestBuilder:
             constraint=constraint,
             recalls=options.get("recall", True),
             has_callbacks=has_callbacks or bool(sources),
-            draft_sources=sources,
+            draft_sources=(*sources, *model),
             prediction=options.get("prediction", ""),
         )
 
@@ -210,6 +227,34 @@ class RequestBuilder:
             last=[] if constraint is None else [constraint],
         )
         return make_sampler(params, processors)
+
+    def _draft_source(
+        self, prompt: Prompt, params: SamplingParams, draft: DraftConfig, sampler: Sampler, tenant: str
+    ) -> list[ModelSource]:
+        """The source over the draft model, if there is one and the request drafts."""
+        if self.draft_model is None or not params.speculate or not draft.max_nodes:
+            return []
+        drawn = None
+        if isinstance(sampler, ProcessedSampler):
+            # Without the caller's processors: those may count their calls, and drafts are no tokens of the answer.
+            processors = make_processors(
+                params,
+                self._tokenizer,
+                prompt_tokens=len(prompt.token_ids),
+                eos_ids=sorted(self.eos_ids),
+                device=self._device,
+            )
+            drawn = ProcessedSampler(processors, sampler.seed)
+        wanted = DraftRequest(
+            positions=min(len(prompt.token_ids) + params.max_tokens, self._context_window),
+            tenant=tenant,
+            vocabulary=self.vocabulary,
+            width=self._width,
+            tokens=draft.model_tokens,
+            branches=draft.model_branches,
+            sampler=drawn,
+        )
+        return [ModelSource(self.draft_model.open(wanted), wanted)]
 
     def _checked(self, prompt: Prompt) -> Prompt:
         """The prompt, with a tuple of integers as token ids."""

@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.context import DecodeContext
+from reader_rag.engine.draft_models.source import ModelSource
 from reader_rag.engine.outputs import Chunk, CopiedSpan, FinishReason, Generation, Stats
 from reader_rag.engine.proposer import IndexedTexts, Proposer, index_texts
 from reader_rag.engine.request import Request
 from reader_rag.engine.text.detokenizer import Detokenizer
 from reader_rag.kv_cache.hidden_states import HiddenStates
+from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.interface import SequenceCache
 from reader_rag.model.step_costs import Rest, asked_positions_pay
@@ -103,6 +105,11 @@ class DecodeSequence:
         return self._state.cache
 
     @property
+    def outputs(self) -> LayerOutputs | None:
+        """Receives the outputs of layers that its draft sources need; see `Proposer.outputs`."""
+        return None if self._state is None else self._state.proposer.outputs
+
+    @property
     def acceptance_ratio(self) -> float:
         """Accepted over expected tokens of its drafts; see `Proposer.acceptance_ratio`."""
         return 1.0 if self._state is None else self._state.proposer.acceptance_ratio
@@ -121,9 +128,12 @@ class DecodeSequence:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the hidden states of its prompt."""
-        width = self._context.target.hidden_width if self.keeps_states else 0
-        return HiddenStates.bytes_for(len(self.request.prompt.token_ids), width)
+        """Bytes of the hidden states of its prompt, those for draft sources included, and of its draft model."""
+        target, length = self._context.target, len(self.request.prompt.token_ids)
+        layers = len(self.request.hidden_layers(target.layer_count)) if self.drafts else 0
+        models = sum(source.nbytes for source in self.request.draft_sources if isinstance(source, ModelSource))
+        kept = HiddenStates.bytes_for(length, target.hidden_width if self.keeps_states else 0)
+        return kept + models + LayerOutputs.bytes_for(length, layers, target.config, target.model.dtype)
 
     @property
     def learns(self) -> bool:
@@ -140,6 +150,8 @@ class DecodeSequence:
         """Prefill a chunk of the prompt; the last one emits the first token."""
         state = self._state = self._state or self._begin()
         logits = next(state.prefill)
+        if state.proposer.outputs is not None:
+            state.proposer.outputs.commit()
         if state.cache.length < len(self.request.prompt.token_ids):
             return
         state.keep_prefix()
@@ -417,7 +429,7 @@ class _State:
         self._request = request
         self.reused = self._restore_prefix()
         self.prefill: Iterator[torch.Tensor] = context.target.prefill_chunks(
-            request.prompt.token_ids[self.reused :], cache, states
+            request.prompt.token_ids[self.reused :], cache, states, proposer.outputs
         )
 
     def _restore_prefix(self) -> int:

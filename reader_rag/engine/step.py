@@ -146,7 +146,7 @@ def _verified(
     failed: dict[DecodeSequence, BaseException],
 ) -> dict[DecodeSequence, _Verified]:
     """The logits of each sequence's tree. Where the pass fails, each is tried alone to find the one that makes it."""
-    steps = {sequence: Step(sequence.root, tree, sequence.cache) for sequence, tree in trees.items()}
+    steps = {sequence: Step(sequence.root, tree, sequence.cache, sequence.outputs) for sequence, tree in trees.items()}
     if len(steps) > 1:
         try:
             return _pass_over(context, steps, asked)

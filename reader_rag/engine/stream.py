@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Self
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Self, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from reader_rag.engine.outputs import Chunk, Generation
 from reader_rag.errors import CallbackError
 
+RequestT = TypeVar("RequestT")
+
+_RETRY_S = 0.1
+"""Seconds after which `finish_all` tries again to submit to a full queue."""
 _CHECK_S = 1.0
 """How often a reader that waits checks that its request can still be decoded."""
 
@@ -220,3 +228,56 @@ def for_reader(error: BaseException | None) -> BaseException | None:
         error = CallbackError(f"a callback of the request raised {error!r}, which ended the answer")
     error.add_note(f"in the thread that decodes:\n{where}")
     return error
+
+
+def finish_all(
+    submit: Callable[[RequestT], GenerationStream | None],
+    requests: Sequence[RequestT],
+    *,
+    at_once: int,
+    progress: bool,
+) -> list[Generation | Exception]:
+    """Decode many requests to their ends.
+
+    Args:
+        submit: Queues a request; None: the queue is full.
+        requests: The requests.
+        at_once: How many of them are queued at once.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        Their answers or errors, in their order.
+    """
+    results: list[Generation | Exception] = []
+    running: deque[GenerationStream] = deque()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("answers", total=len(requests))
+
+        def finish_first() -> None:
+            results.append(_result(running.popleft()))
+            bar.advance(task)
+
+        try:
+            for request in requests:
+                while len(running) >= at_once:
+                    finish_first()
+                while (stream := submit(request)) is None:
+                    if running:
+                        finish_first()
+                    else:
+                        time.sleep(_RETRY_S)  # the queue is full of others' requests
+                running.append(stream)
+            while running:
+                finish_first()
+        finally:
+            for stream in running:
+                stream.close()
+    return results
+
+
+def _result(stream: GenerationStream) -> Generation | Exception:
+    try:
+        return stream.finish()
+    except Exception as error:
+        return error

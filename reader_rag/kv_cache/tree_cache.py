@@ -242,6 +242,20 @@ class TreeCache(Cache):
         for layer in self.tree_layers:
             layer.length = length
 
+    def roll_back(self, length: int) -> None:
+        """Drop committed positions of a sequence that is in no batch.
+
+        Args:
+            length: How many of the first positions stay.
+
+        Raises:
+            ValueError: It is in a batch, or has fewer positions.
+        """
+        if self.batch is not None or not 0 <= length <= self.length:
+            raise ValueError(f"no roll back to {length} of {self.length} positions")
+        for layer in self.tree_layers:
+            layer.length = length
+
     def show(self, positions: int | None) -> None:
         """Make the next passes attend over so many positions, whatever they contain; None: over those written."""
         for layer in self.tree_layers:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.hidden_states import HiddenStates
+from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
 from reader_rag.sampling.topk import TopK
@@ -27,11 +28,13 @@ class Step:
         root: Its last accepted token, whose keys are not in the cache yet.
         tree: Candidate continuations.
         cache: The committed sequence.
+        outputs: Receives the outputs of chosen layers at the root and at each node; None: they are dropped.
     """
 
     root: int
     tree: DraftTree
     cache: Any
+    outputs: LayerOutputs | None = None
 
 
 class Passed(NamedTuple):
@@ -133,6 +136,7 @@ class TargetModel(Protocol):
         hidden_width: Numbers of a hidden state from which the head computes logits; 0: it computes none later on.
         head_share: Share of a pass over one position that the head's product takes: its part of the weights.
         fixed_step: The step in fixed shapes, tried before every dynamic one; None: there is none.
+        layer_count: Decoder layers whose outputs passes hand to `LayerOutputs`; 0: they hand out none.
     """
 
     model: PreTrainedModel
@@ -144,6 +148,7 @@ class TargetModel(Protocol):
     hidden_width: int
     head_share: float
     fixed_step: RankedStep | None
+    layer_count: int
 
     @property
     def device(self) -> torch.device:
@@ -169,7 +174,11 @@ class TargetModel(Protocol):
         """Bytes that `new_cache` with the same arguments takes once it is filled."""
 
     def prefill_chunks(
-        self, token_ids: Sequence[int], cache: Any, states: HiddenStates | None = None
+        self,
+        token_ids: Sequence[int],
+        cache: Any,
+        states: HiddenStates | None = None,
+        outputs: LayerOutputs | None = None,
     ) -> Iterator[torch.Tensor]:
         """Commit a prompt chunk by chunk, one with each step of the iterator.
 
@@ -177,6 +186,7 @@ class TargetModel(Protocol):
             token_ids: [length], at least one token.
             cache: Extended by `length` positions.
             states: Extended by them too; None: their hidden states are dropped.
+            outputs: Receives the outputs of chosen layers with each chunk; None: they are dropped.
 
         Yields:
             Logits after the last token of a chunk, [1, vocabulary].

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.hidden_states import HiddenStates
+from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
 from reader_rag.model.interface import RankedStep, Reuse, Step
@@ -84,7 +85,7 @@ class PlainTarget:
         self.fixed: FixedShape | None = None
         self.fixed_step: RankedStep | None = None
         self.pads = self.shares = False
-        self.hidden_width, self.head_share = 0, 1.0
+        self.hidden_width, self.head_share, self.layer_count = 0, 1.0, 0
         self._parameters = frozenset(inspect.signature(model.forward).parameters)
 
     @property
@@ -123,7 +124,11 @@ class PlainTarget:
         return 0
 
     def prefill_chunks(
-        self, token_ids: Sequence[int], cache: PlainCache, states: HiddenStates | None = None
+        self,
+        token_ids: Sequence[int],
+        cache: PlainCache,
+        states: HiddenStates | None = None,
+        outputs: LayerOutputs | None = None,
     ) -> Iterator[torch.Tensor]:
         """Commit a prompt, at once.
 
@@ -131,6 +136,7 @@ class PlainTarget:
             token_ids: [length], at least one token.
             cache: An empty one.
             states: None: such a model has no drafts that ask for them.
+            outputs: None, likewise.
 
         Yields:
             Logits after the last token, [1, vocabulary].

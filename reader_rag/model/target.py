@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import UnsupportedModelError
 from reader_rag.kv_cache.batch_cache import BatchCache
 from reader_rag.kv_cache.hidden_states import HiddenStates
+from reader_rag.kv_cache.layer_states import LayerOutputs, collecting, decoder_layers, recording
 from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.compiled.forward import CpuForward, Rows, head_width
@@ -92,6 +93,8 @@ class Target:
         # What computes the states of all tokens, and what makes logits of them; some models do not name the first.
         inner = (model.get_decoder(), model.base_model, getattr(model, "model", None))
         self._decoder = next((part for part in inner if part is not None and part is not model), None)
+        self._layers = decoder_layers(self._decoder, self.config.num_hidden_layers)
+        self.layer_count = len(self._layers)
         self._head: Any = model.get_output_embeddings()
         known = self.cpu is not None or self._decoder is not None
         self.hidden_width = int(getattr(self._head, "in_features", 0)) if known else 0
@@ -170,7 +173,11 @@ class Target:
         return positions + max_nodes + 1 if self.fixed is None else self.fixed.shown(positions)
 
     def prefill_chunks(
-        self, token_ids: Sequence[int], cache: TreeCache, states: HiddenStates | None = None
+        self,
+        token_ids: Sequence[int],
+        cache: TreeCache,
+        states: HiddenStates | None = None,
+        outputs: LayerOutputs | None = None,
     ) -> Iterator[torch.Tensor]:
         """Commit a prompt chunk by chunk, one with each step of the iterator.
 
@@ -179,6 +186,7 @@ class Target:
             cache: Extended by `length` positions; of a sequence that is not in a batch yet.
             states: Extended by them too, for `verify_batch`; None: their hidden states are dropped. The logits are the
                 same, to the last bit.
+            outputs: Receives the outputs of chosen layers with each chunk; None: they are dropped.
 
         Yields:
             Logits after the last token of a chunk, [1, vocabulary].
@@ -192,14 +200,14 @@ class Target:
         # One pass over a prompt that reaches the switch uses the angles behind it for all rows; chunks would not.
         crosses = self.switch is not None and cache.length < self.switch < cache.length + len(tokens)
         if self.cpu is not None and self.cpu.prefills_faster and not crosses:
-            yield from self._prefill_compiled(tokens, cache, states)
+            yield from self._prefill_compiled(tokens, cache, states, outputs)
             return
         size = len(tokens) if crosses else self.chunk
         for start in range(0, len(tokens), size):
-            yield self._prefill_chunk(tokens[start : start + size], cache, states)
+            yield self._prefill_chunk(tokens[start : start + size], cache, states, outputs)
 
     def _prefill_compiled(
-        self, tokens: NDArray[np.int64], cache: TreeCache, states: HiddenStates | None
+        self, tokens: NDArray[np.int64], cache: TreeCache, states: HiddenStates | None, outputs: LayerOutputs | None
     ) -> Iterator[torch.Tensor]:
         """`prefill_chunks` in the compiled loops, in chunks as long as a measured time allows: no bit depends on it."""
         assert self.cpu is not None
@@ -208,7 +216,7 @@ class Target:
             chunk = tokens[start : start + self._rows_at_once]
             began = time.perf_counter()
             with torch.inference_mode():
-                (logits,) = self.cpu([Rows.of_text(chunk, cache, len(chunk) - 1, states)])
+                (logits,) = self.cpu([Rows.of_text(chunk, cache, len(chunk) - 1, states, outputs)])
             seconds = time.perf_counter() - began
             cache.commit(list(range(len(chunk))))
             start += len(chunk)
@@ -219,11 +227,13 @@ class Target:
             yield logits
 
     @torch.inference_mode()
-    def _prefill_chunk(self, tokens: NDArray[np.int64], cache: TreeCache, states: HiddenStates | None) -> torch.Tensor:
+    def _prefill_chunk(
+        self, tokens: NDArray[np.int64], cache: TreeCache, states: HiddenStates | None, outputs: LayerOutputs | None
+    ) -> torch.Tensor:
         count = len(tokens)
         cache.show(None)
         positions = np.arange(cache.length, cache.length + count)
-        with self._states_of_pass(wanted=states is not None) as found:
+        with self._states_of_pass(wanted=states is not None) as found, recording(self._layers, [(outputs, count)]):
             logits = self._forward(tokens[None], positions[None], cache, **self._last_only)
         cache.commit(list(range(count)))
         self._position_bytes = cache.nbytes // cache.capacity
@@ -232,25 +242,14 @@ class Target:
             states.append(found[0][0] if fits else None, count)
         return logits[0, -1:]
 
-    @contextmanager
-    def _states_of_pass(self, *, wanted: bool) -> Iterator[list[torch.Tensor]]:
+    def _states_of_pass(self, *, wanted: bool) -> AbstractContextManager[list[torch.Tensor]]:
         """Collects the hidden states of the model's own passes meanwhile, as `verify_batch` takes them."""
-        found: list[torch.Tensor] = []
-        if not wanted:
-            yield found
-            return
-        if self.cpu is not None:  # the compiled loops normalise them
-            hook = self.cpu.last_norm.register_forward_pre_hook(lambda _module, inputs: found.append(inputs[0]))
-        else:
-            assert self._decoder is not None
-            hook = self._decoder.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
-        try:
-            yield found
-        finally:
-            hook.remove()
+        # The compiled loops normalise them.
+        part = self._decoder if self.cpu is None else self.cpu.last_norm
+        return collecting(part if wanted else None, inputs=self.cpu is not None)
 
     @torch.inference_mode()
-    def verify(self, root: int, tree: DraftTree, cache: TreeCache) -> torch.Tensor:
+    def verify(self, root: int, tree: DraftTree, cache: TreeCache, outputs: LayerOutputs | None = None) -> torch.Tensor:
         """One forward pass over the root and a draft tree. What it wrote is committed by `cache.commit`.
 
         Args:
@@ -258,17 +257,18 @@ class Target:
             tree: Candidate continuations, no deeper than `deepest`; a chain where shapes are fixed or the model takes
                 no tree mask.
             cache: The committed text.
+            outputs: Receives the outputs of chosen layers; None: they are dropped.
 
         Returns:
             Logits [1 + nodes, vocabulary], after the root and after each node.
         """
         if self.cpu is not None:
-            return self.cpu([Rows.of_tree(root, tree, cache)])[0]
-        passed = None if self.fixed_step is None else self.fixed_step.run([Step(root, tree, cache)])
+            return self.cpu([Rows.of_tree(root, tree, cache, outputs)])[0]
+        passed = None if self.fixed_step is None else self.fixed_step.run([Step(root, tree, cache, outputs)])
         if passed is not None:
             return passed[0].logits.clone()
         if cache.batch is not None:
-            return self._verify_together([Step(root, tree, cache)])[0]
+            return self._verify_together([Step(root, tree, cache, outputs)])[0]
         rows = len(tree) + 1
         shown, width = cache.length + rows, rows
         if self.fixed is not None:
@@ -281,7 +281,8 @@ class Target:
             keys = np.arange(shown, dtype=np.int32)
             keys[cache.length :] = -1
             mask = self._masks(visible[None], positions[None], keys[None], np.array([cache.length]))
-        return self._forward(tokens[None], positions[None], cache, attention_mask=mask)[0, :rows]
+        with recording(self._layers, [(outputs, rows)]):
+            return self._forward(tokens[None], positions[None], cache, attention_mask=mask)[0, :rows]
 
     @torch.inference_mode()
     def verify_batch(self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
@@ -297,7 +298,8 @@ class Target:
             rank tokens as the model does (it may scale or cap them still).
         """
         if self.cpu is not None:
-            return self.cpu([Rows.of_tree(step.root, step.tree, step.cache) for step in steps], asked)
+            rows = [Rows.of_tree(step.root, step.tree, step.cache, step.outputs) for step in steps]
+            return self.cpu(rows, asked)
         passed = None if self.fixed_step is None else self.fixed_step.run(steps)
         found = self._verified(steps) if passed is None else [each.logits.clone() for each in passed]
         return [*found, *self.logits_of(asked)]
@@ -319,7 +321,7 @@ class Target:
     def _verified(self, steps: Sequence[Step]) -> list[torch.Tensor]:
         """`verify_batch` of the steps alone, in the model's own forward pass."""
         if not self.pads or len(steps) == 1:
-            return [self.verify(step.root, step.tree, step.cache) for step in steps]
+            return [self.verify(step.root, step.tree, step.cache, step.outputs) for step in steps]
         if self.switch is None:
             return self._verify_together(steps)
         # A sequence behind the switch would make the others use its angles.
@@ -339,7 +341,8 @@ class Target:
             tokens, depths, visible = (np.stack(part) for part in parts)
             positions = depths + np.array([[step.cache.length] for step in ordered])
             mask = self._masks(visible, positions, now.keys, now.starts)
-            logits = self._forward(tokens, positions, self._batch, attention_mask=mask)
+            with recording(self._layers, [(step.outputs, len(step.tree) + 1) for step in ordered]):
+                logits = self._forward(tokens, positions, self._batch, attention_mask=mask)
         return [logits[row, : widths[n]] for n, row in enumerate(np.argsort(now.order))]
 
     def _is_windowed(self, root: int) -> bool:

@@ -107,11 +107,14 @@ class ProcessedSampler:
     Args:
         processors: Applied in order to the scores of each visited row, with that row's true prefix.
         seed: 0..2**64-1; None takes the best token.
+
+    Attributes:
+        seed: As given.
     """
 
     def __init__(self, processors: Sequence[Processor], seed: int | None = None) -> None:
         self._processors = tuple(processors)
-        self._seed = seed
+        self.seed = seed
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
         """Choose tokens row by row; arguments and result of a `Sampler`."""
@@ -131,7 +134,7 @@ class ProcessedSampler:
     def perturbed(self, verified: Verified, row: int) -> torch.Tensor:
         """float32 [vocabulary], whose argmax is the chosen token: `scores` plus the noise of the row's position."""
         scores = self.scores(verified, row)
-        if self._seed is None:
+        if self.seed is None:
             return scores
         position, size = verified.position(row), len(scores)
         if scores.device.type == "cpu":
@@ -139,10 +142,10 @@ class ProcessedSampler:
             possible = (scores != -torch.inf).nonzero()[:, 0]
             if len(possible) < size // _FEW:
                 drawn = torch.full_like(scores, -torch.inf)
-                noise = gumbel(self._seed, position, size, possible.numpy())
+                noise = gumbel(self.seed, position, size, possible.numpy())
                 drawn[possible] = scores[possible] + torch.from_numpy(noise)
                 return drawn
-        return scores + torch.from_numpy(gumbel(self._seed, position, size)).to(scores.device)
+        return scores + torch.from_numpy(gumbel(self.seed, position, size)).to(scores.device)
 
     def scores(self, verified: Verified, row: int) -> torch.Tensor:
         """float32 [vocabulary], the scores of a row after all processors.

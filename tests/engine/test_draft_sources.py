@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from costs_stub import EverythingPays
 
 from reader_rag.config import DraftConfig, SamplingParams
-from reader_rag.draft.source import Budget, Proposal, RequestState, Verified
+from reader_rag.draft.source import Budget, Proposal, RequestState, Verified, make_sources
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation
+from reader_rag.engine.sequence import DecodeSequence
 from reader_rag.errors import ConfigError, ReaderWarning
 
 PROMPT = "a b c d e f g h"
@@ -57,6 +59,11 @@ class Scripted:
 
     def forget(self) -> None:
         self.forgotten += 1
+
+
+class NeedsStates(Scripted):
+    needs_hidden_states = True
+    hidden_layers: tuple[int, ...] = ()
 
 
 def generate(engine: Engine, *sources: Any, prompt: str = PROMPT, **options: Any) -> Generation:
@@ -210,12 +217,80 @@ class TestRefused:
         with pytest.raises(ConfigError, match="object is no draft source: it has no propose, observe, forget"):
             generate(engine, object())
 
-    def test_a_source_that_needs_hidden_states(self, engine: Engine) -> None:
-        class Model(Scripted):
-            needs_hidden_states = True
+    def test_hidden_states_of_layers_that_the_model_has_not(self, engine: Engine) -> None:
+        source = NeedsStates([])
+        source.hidden_layers = (1, 3)
+        with pytest.raises(ConfigError, match=r"NeedsStates needs the layers \(1, 3\), and the model has 0..2"):
+            generate(engine, source)
 
-        with pytest.raises(ConfigError, match="the draft source Model needs hidden states"):
-            generate(engine, Model([]))
+    def test_hidden_states_of_a_model_that_hands_out_none(self, engine: Engine) -> None:
+        with pytest.raises(ConfigError, match="NeedsStates needs hidden states, and this model does not hand them out"):
+            make_sources([lambda: NeedsStates([])])
+
+
+def expected_states(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """float32 [layers + 1, positions, width], what `transformers` computes; the last is not normalised."""
+    last: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _module, inputs: last.append(inputs[0]))
+    with torch.inference_mode():
+        output = model(torch.tensor([list(tokens)]), output_hidden_states=True)
+    hook.remove()
+    return torch.cat([*output.hidden_states[:-1], *last])
+
+
+@pytest.mark.parametrize("forward", ["auto", "torch"])
+class TestHiddenStates:
+    @pytest.fixture
+    def made(self, tiny_engine: Engine, forward: Any) -> Engine:
+        engine = Engine(tiny_engine.model, tiny_engine.tokenizer, draft=ALONE, forward=forward, prefix_bytes=0)
+        engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
+        return engine
+
+    @pytest.mark.parametrize("layers", [(0, 1, 2), (2, 1), ()])
+    def test_a_source_gets_those_of_prompt_and_accepted_tokens(
+        self, made: Engine, plain: Generation, layers: tuple[int, ...]
+    ) -> None:
+        source = NeedsStates(plain.token_ids)
+        source.hidden_layers = layers
+        result = generate(made, source)
+        assert result.token_ids == plain.token_ids
+        assert result.stats.steps == 5
+        prompt = made.encode(PROMPT).token_ids
+        handles = [verified.hidden_states for verified in source.verified]
+        states = torch.cat([handle.of(layers or (2,)) for handle in handles])
+        assert [handle.first for handle in handles] == [0, *np.cumsum([len(prompt), 5, 5, 5, 5])]
+        tokens = [*prompt, *plain.token_ids]
+        expected = expected_states(made.model, tokens)[list(layers or (2,)), : len(states)]
+        torch.testing.assert_close(states, expected.transpose(0, 1).flatten(1), atol=1e-4, rtol=1e-4)
+        assert len(states) == len(tokens) - 1  # of the last token nothing is computed
+
+    def test_rejected_tokens_have_none(self, made: Engine, plain: Generation) -> None:
+        source = NeedsStates([(token + 1) % 50 for token in plain.token_ids])
+        assert generate(made, source).token_ids == plain.token_ids
+        assert [len(verified.hidden_states.rows) for verified in source.verified[1:]] == [1] * (TOKENS - 1)
+
+    def test_sequences_of_a_batch_get_their_own(self, made: Engine) -> None:
+        prompts = [made.encode(text) for text in (PROMPT, "the other prompt of this batch is longer", "x y")]
+        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+        sources: list[NeedsStates] = []
+
+        def make() -> NeedsStates:
+            sources.append(NeedsStates([5] * TOKENS))
+            return sources[-1]
+
+        answers = made.generate(prompts, params, draft=ALONE, draft_sources=[make])
+        for prompt, answer, source in zip(prompts, answers, sources, strict=True):
+            states = torch.cat([verified.hidden_states.rows for verified in source.verified])
+            tokens = [*prompt.token_ids, *answer.token_ids]
+            expected = expected_states(made.model, tokens)[2, : len(states)]
+            torch.testing.assert_close(states[:, 0], expected, atol=1e-4, rtol=1e-4)
+
+    def test_they_are_reserved(self, made: Engine) -> None:
+        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+        request = made.requests.build(made.encode(PROMPT), params, options={"draft_sources": [lambda: NeedsStates([])]})
+        prompt = len(request.prompt.token_ids)
+        kept = DecodeSequence(made.context, made.requests.build(made.encode(PROMPT), params)).state_bytes
+        assert DecodeSequence(made.context, request).state_bytes == kept + prompt * 64 * 4
 
 
 def test_the_example_of_the_docs_works(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.kv_cache.hidden_states import HiddenStates
+from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.compiled.angles import Angles
 from reader_rag.model.compiled.architecture import Architecture, architecture_of
@@ -52,6 +53,7 @@ class Rows:
         cache: Made with `layers`, `heads`, `width` and `dtype` of the pass.
         first_logits: The first row whose logits are wanted.
         states: Receives the hidden states of the rows, before the last normalisation; None: they are dropped.
+        outputs: Receives the rows of chosen layers; None: they are dropped.
     """
 
     tokens: NDArray[np.int64]
@@ -60,22 +62,28 @@ class Rows:
     cache: TreeCache
     first_logits: int = 0
     states: HiddenStates | None = None
+    outputs: LayerOutputs | None = None
 
     @classmethod
-    def of_tree(cls, root: int, tree: DraftTree, cache: TreeCache) -> Rows:
+    def of_tree(cls, root: int, tree: DraftTree, cache: TreeCache, outputs: LayerOutputs | None = None) -> Rows:
         """A root and the nodes drafted behind it."""
         tokens = np.concatenate([np.array([root], np.int64), tree.tokens])
         depths = np.concatenate([np.zeros(1, np.int64), tree.depths])
-        return cls(tokens, depths, tree.paths, cache)
+        return cls(tokens, depths, tree.paths, cache, outputs=outputs)
 
     @classmethod
     def of_text(
-        cls, tokens: NDArray[np.int64], cache: TreeCache, first_logits: int, states: HiddenStates | None = None
+        cls,
+        tokens: NDArray[np.int64],
+        cache: TreeCache,
+        first_logits: int,
+        states: HiddenStates | None = None,
+        outputs: LayerOutputs | None = None,
     ) -> Rows:
         """Tokens one behind the other."""
         order = np.arange(len(tokens))
         paths = np.broadcast_to(order.astype(np.int32), (len(tokens), len(tokens))).copy()
-        return cls(tokens, order, paths, cache, first_logits, states)
+        return cls(tokens, order, paths, cache, first_logits, states, outputs)
 
 
 class CpuForward:
@@ -160,7 +168,8 @@ class CpuForward:
         count = sum(map(len, wanted))
         last = np.zeros((padded(count), x.shape[1]), np.float32)
         logits = weights.logits(count)
-        buffers, head_inputs = weights.buffers(rows), weights.head_inputs(count)
+        kept = sorted({layer for text in texts if text.outputs is not None for layer in text.outputs.layers})
+        buffers, head_inputs = weights.buffers(rows, kept), weights.head_inputs(count)
         with numba_threads():
             compute_layers(
                 x, rows, weights.layers, weights.form, rotation, Paths(depths, paths, chain), caches, buffers
@@ -171,6 +180,10 @@ class CpuForward:
         for text, start in zip(texts, starts, strict=False):
             if text.states is not None:
                 text.states.append(torch.from_numpy(x[start : start + len(text.tokens)]), len(text.tokens))
+            if text.outputs is not None:
+                chosen = buffers.states[[kept.index(layer) for layer in text.outputs.layers]]
+                part = chosen[:, start : start + len(text.tokens)].swapaxes(0, 1)
+                text.outputs.receive(torch.from_numpy(part).to(self._dtype, copy=True))
         return list(torch.from_numpy(logits[:count, : weights.vocabulary]).split([len(rows) for rows in wanted]))
 
     def _caches(self, texts: Sequence[Rows], starts: NDArray[np.int64]) -> Caches:

@@ -147,19 +147,28 @@ class Weights:
         if divisor != 1 or cap:
             scale_logits(logits, rows, np.float32(divisor), np.float32(cap), self.layers.like)
 
-    def buffers(self, rows: int) -> Buffers:
-        """Room for what the layers compute for so many rows."""
+    def buffers(self, rows: int, kept: Sequence[int] = ()) -> Buffers:
+        """Room for what the layers compute.
+
+        Args:
+            rows: Of the pass.
+            kept: After how many layers the states are kept, in the order of `Buffers.states`.
+        """
 
         def buffer(features: int) -> Array:
             return np.zeros((padded(rows), features), np.float32)
 
         heads = Heads(*(buffer(self.sizes[name]) for name in "qkv"))
         attended, gated, branch = buffer(self.sizes["q"]), buffer(self.sizes["gate"]), buffer(self.hidden)
+        places = np.full(len(self.layers.norms) + 1, -1)
+        places[list(kept)] = np.arange(len(kept))
+        wanted = (places, np.zeros((len(kept), padded(rows), self.hidden), np.float32))
         if not self.packed:
             normed = FloatRows(buffer(self.hidden))
-            return Buffers(normed, heads, attended, FloatRows(attended), normed, gated, FloatRows(gated), branch)
+            return Buffers(normed, heads, attended, FloatRows(attended), normed, gated, FloatRows(gated), branch, *wanted)
         inputs = {name: quantised_rows(rows, *sizes) for name, sizes in self.packed.items()}
-        return Buffers(inputs["q"], heads, attended, inputs["o"], inputs["gate"], gated, inputs["down"], branch)
+        linears = (inputs["o"], inputs["gate"], gated, inputs["down"])
+        return Buffers(inputs["q"], heads, attended, *linears, branch, *wanted)
 
     def logits(self, rows: int) -> Array:
         """Room for the outputs of the head: float32 [rows up to a multiple of 4, at least the vocabulary]."""

@@ -117,6 +117,8 @@ class Buffers(NamedTuple):
         down: `gated` as the inputs of a product.
         branch: float32 [rows up to a multiple of 4, hidden size], outputs that are normalised or scaled before they
             are added; empty if none are.
+        places: int64 [layers + 1], where in `states` the rows after so many layers are kept; -1: nowhere.
+        states: float32 [n, rows up to a multiple of 4, hidden size].
     """
 
     attention: Any
@@ -127,6 +129,8 @@ class Buffers(NamedTuple):
     gated: Any
     down: Any
     branch: Any
+    places: Any
+    states: Any
 
 
 def _by_type(kind: type, at: int, for_it: Any, otherwise: Any) -> Any:
@@ -232,6 +236,14 @@ def _add_product(inputs: Any, rows: Any, linear: Any, norm: Any, scale: Any, x: 
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
+def _keep_states(x: Any, rows: Any, layers: Any, buffers: Any) -> None:
+    """Copy the rows after so many layers to where they are wanted."""
+    place = buffers.places[layers]
+    if place >= 0:
+        buffers.states[place, :rows] = x[:rows]
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
 def compute_layers(
     x: Any, rows: Any, weights: Any, form: Any, rotation: Any, paths: Any, caches: Any, buffers: Any
 ) -> None:
@@ -251,6 +263,7 @@ def compute_layers(
     heads, branch, like = buffers.heads, buffers.branch, weights.like
     layer_bytes = heads.k.shape[1] * caches.capacities * caches.like.itemsize
     for n in range(weights.norms.shape[0]):
+        _keep_states(x, rows, n, buffers)
         linears = _linears_of(weights, n)
         _norm_rows(x, rows, _norm(weights, form, n, _INPUT_NORM), buffers.attention)
         _project_heads(buffers.attention, rows, linears.heads, heads)
@@ -279,3 +292,4 @@ def compute_layers(
         _quantise_rows(buffers.gated, rows, buffers.down)
         norm = _norm(weights, form, n, _FED_NORM)
         _add_product(buffers.down, rows, linears.down, norm, form.residual_scale, x, branch, like)
+    _keep_states(x, rows, weights.norms.shape[0], buffers)

@@ -112,7 +112,9 @@ class FixedStep:
             IndexError: A sequence exceeds the capacity of its `TreeCache`.
         """
         with self.cache.lock:
-            shape, rows, places_asked = self.prepare(steps, [one.positions for one in asked])
+            shape: StepShape | None = None
+            if all(step.outputs is None for step in steps):  # hooks, which hand them out, are not part of a graph
+                shape, rows, places_asked = self.prepare(steps, [one.positions for one in asked])
             if shape is None:
                 for step in steps:
                     if step.cache.batch is self.cache:
