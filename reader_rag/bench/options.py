@@ -66,6 +66,17 @@ Forward = Annotated[
     ForwardName,
     setting_option(EngineConfig, "forward", text="torch: run the model's own forward, never the compiled loops."),
 ]
+DraftModel = Annotated[
+    str | None,
+    setting_option(
+        EngineConfig,
+        "draft_model",
+        text="A model that drafts too: a smaller LLM of the same vocabulary or an EAGLE-3 head (alias, folder, hub id).",
+    ),
+]
+DraftQuantization = Annotated[
+    QuantizationName, setting_option(EngineConfig, "draft_quantization", text="int8: load the draft model in int8.")
+]
 StrictWidth = Annotated[int | None, setting_option(EngineConfig, "strict_width")]
 
 # Sampling

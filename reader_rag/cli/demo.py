@@ -11,7 +11,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from reader_rag.bench.options import Device, Dtype, Exactness, MaxTokens, Model, Quantization, TrustRemoteCode
+from reader_rag.bench.options import (
+    Device,
+    DraftModel,
+    DraftQuantization,
+    Dtype,
+    Exactness,
+    MaxTokens,
+    Model,
+    Quantization,
+    TrustRemoteCode,
+)
 from reader_rag.cli.display.show import show_ingest
 from reader_rag.cli.display.terminal import clean, ingest_progress, output, status
 from reader_rag.cli.loading import ModelOptions
@@ -48,6 +58,8 @@ def demo(
     dtype: Dtype = LoadConfig.dtype,
     quantization: Quantization = LoadConfig.quantization,
     exactness: Exactness = EngineConfig.exactness,
+    draft_model: DraftModel = None,
+    draft_quantization: DraftQuantization = EngineConfig.draft_quantization,
     trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
 ) -> None:
     """Show an answer with and without drafts.
@@ -65,6 +77,8 @@ def demo(
             dtype,
             quantization,
             exactness,
+            draft_model,
+            draft_quantization,
             profile="off",
             trust_remote_code=trust_remote_code,
         ),

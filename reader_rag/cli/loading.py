@@ -11,7 +11,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
-from reader_rag.bench.options import Device, Dtype, Exactness, Quantization, TrustRemoteCode, require_datastore
+from reader_rag.bench.options import (
+    Device,
+    DraftModel,
+    DraftQuantization,
+    Dtype,
+    Exactness,
+    Quantization,
+    TrustRemoteCode,
+    require_datastore,
+)
 from reader_rag.cli.display.terminal import status
 from reader_rag.cli.options import (
     AnsweringModel,
@@ -66,6 +75,8 @@ class ModelOptions:
         dtype: Type of the LLM's weights: "auto", "float32", "bfloat16" or "float16".
         quantization: "none" or "int8".
         exactness: "fast" or "strict".
+        draft_model: A model that drafts besides the search: an alias, a hub id or a local folder; None: there is none.
+        draft_quantization: "none" or "int8".
         datastore: Folder of texts and earlier answers to draft from, or None.
         keep_answers: Whether answers are kept in `datastore`.
         profile: "auto": the LLM's profile is computed while it is idle; "off": not, for programs that end after an
@@ -84,6 +95,8 @@ class ModelOptions:
     dtype: Dtype = LoadConfig.dtype
     quantization: Quantization = LoadConfig.quantization
     exactness: Exactness = EngineConfig.exactness
+    draft_model: DraftModel = None
+    draft_quantization: DraftQuantization = EngineConfig.draft_quantization
     datastore: DatastoreFolder = None
     keep_answers: KeepAnswers = False
     profile: Profile = EngineConfig.profile
@@ -102,6 +115,8 @@ class ModelOptions:
             "--dtype": self.dtype != "auto",
             "--quantization": self.quantization != "none",
             "--exactness": self.exactness != "fast",
+            "--draft-model": self.draft_model is not None,
+            "--draft-quantization": self.draft_quantization != "none",
         }
         given = [name for name, is_given in of_a_local_llm.items() if is_given]
         if given:
@@ -186,6 +201,8 @@ class ModelOptions:
                 trust_remote_code=self.trust_remote_code,
                 datastore=self.datastore,
                 profile=self.profile,
+                draft_model=self.draft_model,
+                draft_quantization=self.draft_quantization,
                 recall=DatastoreConfig(keeps_answers=self.keep_answers),
             )
 

@@ -35,6 +35,8 @@ def verify(
     limit: options.Limit = None,
     dtype: options.Dtype = LoadConfig.dtype,
     quantization: options.Quantization = LoadConfig.quantization,
+    draft_model: options.DraftModel = None,
+    draft_quantization: options.DraftQuantization = EngineConfig.draft_quantization,
     device: options.Device = LoadConfig.device,
     exactness: options.Exactness = EngineConfig.exactness,
     forward: options.Forward = EngineConfig.forward,
@@ -93,7 +95,8 @@ def verify(
         "profile": "off",
         "trust_remote_code": trust_remote_code,
     }
-    engine = Engine.load(model, dtype=dtype, quantization=quantization, **loading)
+    drafting = {} if draft_model is None else {"draft_model": draft_model, "draft_quantization": draft_quantization}
+    engine = Engine.load(model, dtype=dtype, quantization=quantization, **loading, **drafting)
     if against is not None:
         from reader_rag.bench.verify.against import compare, show
 
@@ -179,6 +182,9 @@ def lines(outcome: Verification) -> list[str]:
         f"{outcome.accepted} of {outcome.drafted} drafted tokens were accepted"
         + ("" if outcome.drafted else ": nothing was drafted, so nothing was tested"),
     ]
+    if outcome.draft_model is not None:
+        name, asked, drafted, right = outcome.draft_model.values()
+        found.append(f"{name} made {asked} drafts: {right} of {drafted} tokens of its chains are the model's own")
     for one in outcome.differences[:_SHOWN]:
         seed = "" if one.seed is None else f", seed {one.seed}"
         found.append(

@@ -254,7 +254,7 @@ class RequestBuilder:
             branches=draft.model_branches,
             sampler=drawn,
         )
-        return [ModelSource(self.draft_model.open(wanted), wanted)]
+        return [ModelSource(self.draft_model.open(wanted), wanted, self.draft_model.tally)]
 
     def _checked(self, prompt: Prompt) -> Prompt:
         """The prompt, with a tuple of integers as token ids."""

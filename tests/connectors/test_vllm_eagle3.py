@@ -34,10 +34,8 @@ LEAST_MARGIN = 1e-3
 HEADS: dict[str, dict[str, Any]] = {
     "all tokens, shared embedding, default layers": {"own_embedding": False},
     "some tokens, own embedding, given layers": {"draft_vocabulary": 16000, "layer_ids": (1, 9, 20)},
-    "normed residual": {"draft_vocabulary": 16000, "norm_before_residual": True},
     "residual as it is": {"own_embedding": False, "norm_before_residual": False, "layer_ids": (3, 15, 28)},
-    "of the first format": {"speculators": False, "own_embedding": False},
-    "of the first format, some tokens": {"speculators": False, "draft_vocabulary": 16000, "layer_ids": (2, 15, 27)},
+    "of the first format": {"speculators": False, "draft_vocabulary": 16000},
 }
 
 

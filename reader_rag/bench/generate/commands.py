@@ -10,7 +10,7 @@ import typer
 
 from reader_rag.bench import options
 from reader_rag.bench.output import json_bytes, print_report, print_table, progress
-from reader_rag.config import DraftConfig, LoadConfig, SamplingParams
+from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -35,6 +35,8 @@ def generate(
     limit: options.Limit = None,
     dtype: options.Dtype = LoadConfig.dtype,
     quantization: options.Quantization = LoadConfig.quantization,
+    draft_model: options.DraftModel = None,
+    draft_quantization: options.DraftQuantization = EngineConfig.draft_quantization,
     device: options.Device = LoadConfig.device,
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 256,
     max_nodes: Annotated[int | None, typer.Option(min=0, help="Most nodes of a draft tree.")] = None,
@@ -94,6 +96,7 @@ def generate(
         max_successors=draft.max_successors if successors else 0,
     )
     settings = {"draft": draft, "exactness": exactness, "forward": forward, "strict_width": strict_width}
+    settings |= {"draft_model": draft_model, "draft_quantization": draft_quantization}
     load = LoadConfig(dtype=dtype, quantization=quantization, device=device)
     engine = _engine(model, load, settings, random_weights=traces is not None)
     tasks = _tasks(engine, prompts, traces, options.names(categories), limit, params)

@@ -63,6 +63,7 @@ class Verification:
         reader_tokens: Tokens emitted in `reader_s`.
         steps: Decode steps, plain and drafted.
         row_steps: Number of sequences in a step, summed over the steps.
+        draft_model: `name` of the draft model, and the counts of its `DraftTally`; None: there is none.
     """
 
     machine: dict[str, Any]
@@ -80,6 +81,7 @@ class Verification:
     reader_tokens: int = 0
     steps: int = 0
     row_steps: int = 0
+    draft_model: dict[str, Any] | None = None
 
     @property
     def bits_must_agree(self) -> bool:
@@ -196,6 +198,8 @@ def verify(
         reader = _answers(engine, group, outcome, speculate=True)
         for request, one, other in zip(group, plain, reader, strict=True):
             _compare(engine, request, one, other, outcome)
+    if engine.draft_model is not None:
+        outcome.draft_model = {"name": engine.draft_model.name} | asdict(engine.draft_model.tally)
     return outcome
 
 

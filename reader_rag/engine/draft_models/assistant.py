@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.source import Verified
 from reader_rag.draft.tree import DraftTree
-from reader_rag.engine.draft_models.source import DraftRequest
+from reader_rag.engine.draft_models.source import DraftRequest, DraftTally
 from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.target import Target
@@ -33,12 +33,14 @@ class AssistantModel:
         name: As given.
         prefixes: As given.
         window: Most positions that it reads.
+        tally: What it did.
     """
 
     def __init__(self, target: Target, name: str, prefixes: PrefixCache | None = None) -> None:
         self.target = target
         self.name = name
         self.prefixes = prefixes
+        self.tally = DraftTally()
         self.window = target.context_window or 1 << 30
 
     def open(self, request: DraftRequest) -> AssistantStream:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.source import Verified
 from reader_rag.engine.draft_models.eagle3_head import Eagle3Head, KeysAndValues
-from reader_rag.engine.draft_models.source import DraftRequest
+from reader_rag.engine.draft_models.source import DraftRequest, DraftTally
 from reader_rag.kv_cache.layer_states import LayerStates
 
 
@@ -22,11 +22,13 @@ class Eagle3Model:
     Attributes:
         head: As given.
         name: As given.
+        tally: What it did.
     """
 
     def __init__(self, head: Eagle3Head, name: str) -> None:
         self.head = head
         self.name = name
+        self.tally = DraftTally()
 
     def open(self, request: DraftRequest) -> Eagle3Stream:
         """Begin a sequence; see `DraftModel.open`."""

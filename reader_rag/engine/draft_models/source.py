@@ -80,14 +80,31 @@ class Stream(Protocol):
         """Free the memory."""
 
 
+@dataclass
+class DraftTally:
+    """What a draft model did. A chain is its best token, the best one behind that, and so on.
+
+    Attributes:
+        asked: Drafts that were verified, or merged into one that was.
+        drafted: Tokens of their chains up to where the step ended.
+        right: How many of them the target emitted too.
+    """
+
+    asked: int = 0
+    drafted: int = 0
+    right: int = 0
+
+
 class DraftModel(Protocol):
     """A model that drafts, shared by the requests of an engine.
 
     Attributes:
         name: In messages.
+        tally: What it did for all requests.
     """
 
     name: str
+    tally: DraftTally
 
     def open(self, request: DraftRequest) -> Stream:
         """Begin a sequence; memory is allocated when it is first used.
@@ -113,6 +130,7 @@ class ModelSource:
     Args:
         stream: The model on the request's sequence.
         request: The request.
+        tally: Counts what is drafted; None: nothing counts.
 
     Attributes:
         needs_hidden_states: Whether the model computes from hidden states of the target.
@@ -120,18 +138,21 @@ class ModelSource:
         nbytes: Most bytes that the model holds for the request.
     """
 
-    def __init__(self, stream: Stream, request: DraftRequest) -> None:
+    def __init__(self, stream: Stream, request: DraftRequest, tally: DraftTally | None = None) -> None:
         self.hidden_layers = stream.hidden_layers
         self.needs_hidden_states = bool(stream.hidden_layers)
         self.nbytes = stream.nbytes
         self._stream = stream
         self._request = request
+        self._tally = tally or DraftTally()
+        self._chain: list[int] = []
 
     @torch.inference_mode()
     def propose(self, state: RequestState, budget: Budget) -> Proposal:
         """Draft a chain with branches; see `DraftSource.propose`."""
         request = self._request
         depth = min(request.tokens, budget.max_depth)
+        self._chain = []
         tokens, parents, logprobs = list[int](), list[int](), list[float]()
         if depth < 1 or budget.max_nodes < 1 or (logits := self._stream.follow(state.tokens)) is None:
             return Proposal(tokens, parents, logprobs)
@@ -146,6 +167,7 @@ class ModelSource:
             parents += [parent] * len(best)
             logprobs += chances
             parent = followed
+            self._chain += best[:1]
             if place + 1 == depth or len(tokens) >= budget.max_nodes or not best:
                 break
             sequence[length + place] = best[0]
@@ -154,7 +176,13 @@ class ModelSource:
         return Proposal(tokens[:most], parents[:most], logprobs[:most])
 
     def observe(self, verified: Verified) -> None:
-        """Hand the model the target's hidden states; see `DraftSource.observe`."""
+        """Hand the model the target's hidden states, and count; see `DraftSource.observe`."""
+        chain, self._chain = self._chain[: len(verified.tokens)], []
+        if chain:
+            same = [token == emitted for token, emitted in zip(chain, verified.tokens, strict=False)]
+            self._tally.asked += 1
+            self._tally.drafted += len(chain)
+            self._tally.right += [*same, False].index(False)
         self._stream.observe(verified)
 
     def forget(self) -> None:
