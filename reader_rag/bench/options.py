@@ -71,7 +71,7 @@ DraftModel = Annotated[
     setting_option(
         EngineConfig,
         "draft_model",
-        text="A model that drafts too: a smaller LLM of the same vocabulary or an EAGLE-3 head (alias, folder, hub id).",
+        text="A model that drafts too: a smaller LLM of the same vocabulary, or an EAGLE-3 head.",
     ),
 ]
 DraftQuantization = Annotated[

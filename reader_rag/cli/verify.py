@@ -95,7 +95,7 @@ def verify(
         "profile": "off",
         "trust_remote_code": trust_remote_code,
     }
-    drafting = {} if draft_model is None else {"draft_model": draft_model, "draft_quantization": draft_quantization}
+    drafting: dict[str, Any] = {"draft_model": draft_model, "draft_quantization": draft_quantization}
     engine = Engine.load(model, dtype=dtype, quantization=quantization, **loading, **drafting)
     if against is not None:
         from reader_rag.bench.verify.against import compare, show

@@ -395,14 +395,17 @@ class Engine:
 
     def _load_draft_model(self, assistant: PreTrainedModel | None) -> tuple[DraftModel | None, int]:
         """The draft model, and how many bytes of the prefix cache it takes."""
-        given, config = self.config.draft_model, self.config
+        given, quantization = self.config.draft_model, self.config.draft_quantization
         if given is not None and assistant is not None:
             raise ConfigError("assistant is a draft model, and draft_model names another one: give one of them")
-        if given is None and assistant is None:
+        chosen = assistant if given is None else given
+        if chosen is None:
             return None, 0
         parts = TargetParts(self.target, self.tokenizer, self.name, self.requests.vocabulary)
-        options = {"quantization": config.draft_quantization, "prefix_bytes": self.prefix_bytes}
-        model, share = on_own_thread(lambda: load_draft_model(given or assistant, parts, **options))
+        most = self.prefix_bytes
+        model, share = on_own_thread(
+            lambda: load_draft_model(chosen, parts, quantization=quantization, prefix_bytes=most)
+        )
         self.requests.draft_model = model
         return model, share
 

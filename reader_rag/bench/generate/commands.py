@@ -95,7 +95,12 @@ def generate(
         max_nodes=draft.max_nodes if max_nodes is None else max_nodes,
         max_successors=draft.max_successors if successors else 0,
     )
-    settings = {"draft": draft, "exactness": exactness, "forward": forward, "strict_width": strict_width}
+    settings: dict[str, Any] = {
+        "draft": draft,
+        "exactness": exactness,
+        "forward": forward,
+        "strict_width": strict_width,
+    }
     settings |= {"draft_model": draft_model, "draft_quantization": draft_quantization}
     load = LoadConfig(dtype=dtype, quantization=quantization, device=device)
     engine = _engine(model, load, settings, random_weights=traces is not None)

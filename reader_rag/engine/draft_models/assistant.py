@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import cast
 
 import numpy as np
 import torch
@@ -119,7 +118,7 @@ class AssistantStream:
 
     def _begin(self, tokens: NDArray[np.int32]) -> TreeCache:
         """A KV cache, filled with what another sequence left of the same prefix."""
-        cache = cast(TreeCache, self._model.target.new_cache(self._positions, _FEW))
+        cache = self._model.target.new_cache(self._positions, _FEW)
         self._read = np.zeros(self._positions + 1, np.int32)
         if self._model.prefixes is not None:
             restored = self._model.prefixes.restore(self._request.tenant, tokens, cache)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -53,9 +55,10 @@ class Eagle3Stream:
 
     def __init__(self, head: Eagle3Head, request: DraftRequest) -> None:
         self.hidden_layers = head.config.hidden_layers
-        layer, like = head.config.layer, head.fc.weight
-        self._heads, self._width = layer.num_key_value_heads, int(layer.head_dim)
-        self._layers = layer.num_hidden_layers
+        layer: Any = head.config.layer
+        like = head.fc.weight
+        self._heads, self._width = int(layer.num_key_value_heads), int(layer.head_dim)
+        self._layers = int(layer.num_hidden_layers)
         self._positions = min(request.positions + request.tokens, layer.max_position_embeddings)
         row = 2 * self._layers * self._heads * self._width + layer.hidden_size
         self.nbytes = self._positions * row * like.dtype.itemsize

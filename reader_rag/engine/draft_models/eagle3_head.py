@@ -56,7 +56,7 @@ class KeysAndValues:
 class _Attention(nn.Module):
     def __init__(self, config: Eagle3Config, inputs: int) -> None:
         super().__init__()
-        layer = config.layer
+        layer: Any = config.layer
         self.width = int(layer.head_dim or layer.hidden_size // layer.num_attention_heads)
         queries, keys = layer.num_attention_heads * self.width, layer.num_key_value_heads * self.width
         bias = bool(layer.attention_bias)
