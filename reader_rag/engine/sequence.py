@@ -150,8 +150,6 @@ class DecodeSequence:
         """Prefill a chunk of the prompt; the last one emits the first token."""
         state = self._state = self._state or self._begin()
         logits = next(state.prefill)
-        if state.proposer.outputs is not None:
-            state.proposer.outputs.commit()
         if state.cache.length < len(self.request.prompt.token_ids):
             return
         state.keep_prefix()

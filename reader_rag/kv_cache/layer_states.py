@@ -40,6 +40,8 @@ class LayerStates:
 class LayerOutputs:
     """Receives the outputs of chosen layers in the passes over one sequence, and keeps those of committed positions.
 
+    A prefill commits what it computed; of a verified draft, who accepts a path commits its rows.
+
     Args:
         layers: Which, as in `LayerStates`.
 

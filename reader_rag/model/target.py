@@ -219,6 +219,8 @@ class Target:
                 (logits,) = self.cpu([Rows.of_text(chunk, cache, len(chunk) - 1, states, outputs)])
             seconds = time.perf_counter() - began
             cache.commit(list(range(len(chunk))))
+            if outputs is not None:
+                outputs.commit()
             start += len(chunk)
             if seconds > _LONG_CHUNK_S:
                 self._rows_at_once = max(self._rows_at_once // 2, _LEAST_ROWS)
@@ -236,6 +238,8 @@ class Target:
         with self._states_of_pass(wanted=states is not None) as found, recording(self._layers, [(outputs, count)]):
             logits = self._forward(tokens[None], positions[None], cache, **self._last_only)
         cache.commit(list(range(count)))
+        if outputs is not None:
+            outputs.commit()
         self._position_bytes = cache.nbytes // cache.capacity
         if states is not None:
             fits = bool(found) and found[0].shape[1:] == (count, self.hidden_width)
