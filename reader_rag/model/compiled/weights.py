@@ -162,13 +162,12 @@ class Weights:
         attended, gated, branch = buffer(self.sizes["q"]), buffer(self.sizes["gate"]), buffer(self.hidden)
         places = np.full(len(self.layers.norms) + 1, -1)
         places[list(kept)] = np.arange(len(kept))
-        wanted = (places, np.zeros((len(kept), padded(rows), self.hidden), np.float32))
+        last = (branch, places, np.zeros((len(kept), padded(rows), self.hidden), np.float32))
         if not self.packed:
             normed = FloatRows(buffer(self.hidden))
-            return Buffers(normed, heads, attended, FloatRows(attended), normed, gated, FloatRows(gated), branch, *wanted)
+            return Buffers(normed, heads, attended, FloatRows(attended), normed, gated, FloatRows(gated), *last)
         inputs = {name: quantised_rows(rows, *sizes) for name, sizes in self.packed.items()}
-        linears = (inputs["o"], inputs["gate"], gated, inputs["down"])
-        return Buffers(inputs["q"], heads, attended, *linears, branch, *wanted)
+        return Buffers(inputs["q"], heads, attended, inputs["o"], inputs["gate"], gated, inputs["down"], *last)
 
     def logits(self, rows: int) -> Array:
         """Room for the outputs of the head: float32 [rows up to a multiple of 4, at least the vocabulary]."""
