@@ -77,7 +77,7 @@ class EngineConfig(Settings):
         "better drafts, for at most 10 minutes of processor time in all, and keeps them in the cache folder; the "
         'default model has such a profile. "off": it computes nothing while it is idle.',
     )
-    draft_model: str | Path | None = setting(
+    draft_model: str | None = setting(
         None,
         "A model that drafts beside the search: alias, local folder or hub id of a smaller causal language model with "
         "the same vocabulary, or of an EAGLE-3 head in the speculators format. None: there is none.",
@@ -95,4 +95,6 @@ class EngineConfig(Settings):
         """As `Settings.of`; settings of loading are refused with a line of their own."""
         for name in settings_of(LoadConfig).keys() & values.keys():
             raise ConfigError(f"{name} is decided when a model is loaded: give it to Engine.load (or to load_model)")
+        if isinstance(values.get("draft_model"), Path):
+            values = {**values, "draft_model": str(values["draft_model"])}
         return super().of(values, base)

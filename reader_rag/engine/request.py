@@ -87,6 +87,11 @@ class Request:
     draft_sources: tuple[DraftSource, ...] = ()
     prediction: str = ""
 
+    @property
+    def draft_bytes(self) -> int:
+        """Most bytes that its draft model holds."""
+        return sum(source.nbytes for source in self.draft_sources if isinstance(source, ModelSource))
+
     def hidden_layers(self, layers: int) -> tuple[int, ...]:
         """The layers whose outputs its draft sources need, ascending.
 

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.context import DecodeContext
-from reader_rag.engine.draft_models.source import ModelSource
 from reader_rag.engine.outputs import Chunk, CopiedSpan, FinishReason, Generation, Stats
 from reader_rag.engine.proposer import IndexedTexts, Proposer, index_texts
 from reader_rag.engine.request import Request
@@ -131,9 +130,10 @@ class DecodeSequence:
         """Bytes of the hidden states of its prompt, those for draft sources included, and of its draft model."""
         target, length = self._context.target, len(self.request.prompt.token_ids)
         layers = len(self.request.hidden_layers(target.layer_count)) if self.drafts else 0
-        models = sum(source.nbytes for source in self.request.draft_sources if isinstance(source, ModelSource))
         kept = HiddenStates.bytes_for(length, target.hidden_width if self.keeps_states else 0)
-        return kept + models + LayerOutputs.bytes_for(length, layers, target.config, target.model.dtype)
+        return (
+            kept + self.request.draft_bytes + LayerOutputs.bytes_for(length, layers, target.config, target.model.dtype)
+        )
 
     @property
     def learns(self) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from reader_rag.kv_cache.tree_cache import TreeCache
+
 
 @dataclass(frozen=True, eq=False)
 class LayerStates:
@@ -98,6 +100,19 @@ class LayerOutputs:
     def release(self) -> None:
         """Free the memory."""
         self._pass, self._kept = None, []
+
+
+def commit_all(cache: TreeCache, count: int, outputs: LayerOutputs | None) -> None:
+    """Commit all positions of a pass.
+
+    Args:
+        cache: The sequence's.
+        count: How many there are.
+        outputs: Received the outputs of layers; None: nothing did.
+    """
+    cache.commit(list(range(count)))
+    if outputs is not None:
+        outputs.commit()
 
 
 def decoder_layers(decoder: nn.Module | None, count: int) -> Sequence[nn.Module]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import UnsupportedModelError
 from reader_rag.kv_cache.batch_cache import BatchCache
 from reader_rag.kv_cache.hidden_states import HiddenStates
-from reader_rag.kv_cache.layer_states import LayerOutputs, collecting, decoder_layers, recording
+from reader_rag.kv_cache.layer_states import LayerOutputs, collecting, commit_all, decoder_layers, recording
 from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.compiled.forward import CpuForward, Rows, head_width
@@ -218,9 +217,7 @@ class Target:
             with torch.inference_mode():
                 (logits,) = self.cpu([Rows.of_text(chunk, cache, len(chunk) - 1, states, outputs)])
             seconds = time.perf_counter() - began
-            cache.commit(list(range(len(chunk))))
-            if outputs is not None:
-                outputs.commit()
+            commit_all(cache, len(chunk), outputs)
             start += len(chunk)
             if seconds > _LONG_CHUNK_S:
                 self._rows_at_once = max(self._rows_at_once // 2, _LEAST_ROWS)
@@ -235,22 +232,17 @@ class Target:
         count = len(tokens)
         cache.show(None)
         positions = np.arange(cache.length, cache.length + count)
-        with self._states_of_pass(wanted=states is not None) as found, recording(self._layers, [(outputs, count)]):
+        # The compiled loops normalise the states when logits are wanted.
+        part = self._decoder if self.cpu is None else self.cpu.last_norm
+        collected = collecting(None if states is None else part, inputs=self.cpu is not None)
+        with collected as found, recording(self._layers, [(outputs, count)]):
             logits = self._forward(tokens[None], positions[None], cache, **self._last_only)
-        cache.commit(list(range(count)))
-        if outputs is not None:
-            outputs.commit()
+        commit_all(cache, count, outputs)
         self._position_bytes = cache.nbytes // cache.capacity
         if states is not None:
             fits = bool(found) and found[0].shape[1:] == (count, self.hidden_width)
             states.append(found[0][0] if fits else None, count)
         return logits[0, -1:]
-
-    def _states_of_pass(self, *, wanted: bool) -> AbstractContextManager[list[torch.Tensor]]:
-        """Collects the hidden states of the model's own passes meanwhile, as `verify_batch` takes them."""
-        # The compiled loops normalise them.
-        part = self._decoder if self.cpu is None else self.cpu.last_norm
-        return collecting(part if wanted else None, inputs=self.cpu is not None)
 
     @torch.inference_mode()
     def verify(self, root: int, tree: DraftTree, cache: TreeCache, outputs: LayerOutputs | None = None) -> torch.Tensor:

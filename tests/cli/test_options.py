@@ -34,6 +34,8 @@ NOT_SETTINGS = {
     ("bench cache", "dtype"): "of keys and values",
 }
 OWN_HELP = {
+    "draft_model": "the schema's takes three lines",
+    "draft_quantization": "the schema's takes two lines",
     "exactness": "the schema's takes five lines",
     "forward": "the schema's takes four lines",
     "profile": "the schema's takes four lines",
