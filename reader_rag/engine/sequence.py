@@ -131,9 +131,7 @@ class DecodeSequence:
         target, length = self._context.target, len(self.request.prompt.token_ids)
         layers = len(self.request.hidden_layers(target.layer_count)) if self.drafts else 0
         kept = HiddenStates.bytes_for(length, target.hidden_width if self.keeps_states else 0)
-        return (
-            kept + self.request.draft_bytes + LayerOutputs.bytes_for(length, layers, target.config, target.model.dtype)
-        )
+        return kept + self.request.draft_bytes + LayerOutputs.bytes_for(length, layers, target.model)
 
     @property
     def learns(self) -> bool:

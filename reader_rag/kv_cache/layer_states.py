@@ -57,16 +57,16 @@ class LayerOutputs:
         self._kept: list[torch.Tensor] = []
 
     @staticmethod
-    def bytes_for(positions: int, layers: int, config: Any, dtype: torch.dtype) -> int:
+    def bytes_for(positions: int, layers: int, model: Any) -> int:
         """Bytes of the states of a prompt.
 
         Args:
             positions: Its tokens.
             layers: Number of layers.
-            config: The model's, with its `hidden_size`.
-            dtype: Of the states.
+            model: A model of `transformers`.
         """
-        return positions * layers * int(getattr(config, "hidden_size", 0)) * dtype.itemsize
+        width = int(getattr(model.config.get_text_config(decoder=True), "hidden_size", 0))
+        return positions * layers * width * int(model.dtype.itemsize)
 
     def receive(self, rows: torch.Tensor) -> None:
         """Take the outputs of a pass.
