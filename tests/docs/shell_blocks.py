@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 from doc_blocks import ROOT
 from packaging.requirements import Requirement
@@ -48,6 +49,9 @@ def noted(code: str, folder: Path) -> list[Noted]:
     Raises:
         AssertionError: The block has an error, or calls a program that is not known here.
     """
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash")
     tools = folder / ".tools"
     tools.mkdir(exist_ok=True)
     for name in NOTED:
@@ -62,7 +66,6 @@ def noted(code: str, folder: Path) -> list[Noted]:
         shutil.copy(tools / "make", folder / own)
     notes = folder / ".notes"
     notes.write_bytes(b"")
-    bash = shutil.which("bash") or "bash"
     done = subprocess.run(
         [bash, "-eo", "pipefail", "-c", f"{code}\nwait"],
         cwd=folder,
