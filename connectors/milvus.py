@@ -113,11 +113,6 @@ class MilvusStore(DatabaseStore):
         """
         return MilvusDatabase(url)
 
-    @classmethod
-    def class_name(cls) -> str:
-        """Name under which LlamaIndex serialises this component."""
-        return "MilvusStore"
-
 
 class _TimedVectorStore(MilvusVectorStore):
     """LlamaIndex's store with this module's timeout on its reads and writes."""

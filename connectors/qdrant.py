@@ -93,11 +93,6 @@ class QdrantStore(DatabaseStore):
         """
         return QdrantDatabase(url)
 
-    @classmethod
-    def class_name(cls) -> str:
-        """Name under which LlamaIndex serialises this component."""
-        return "QdrantStore"
-
 
 class QdrantDatabase(Database):
     """A Qdrant collection, through LlamaIndex's `QdrantVectorStore` and Qdrant's own client.

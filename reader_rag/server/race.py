@@ -15,10 +15,11 @@ from sse_starlette import EventSourceResponse
 
 from reader_rag.engine.engine import Engine
 from reader_rag.errors import BusyError, ReaderError
+from reader_rag.llm.calls import PreparedCall
 from reader_rag.llm.comparison import RaceStopped, check_idle, race
 from reader_rag.server.access import CallerDep, ServiceDep
 from reader_rag.server.errors import ApiError, error_of, log_bug
-from reader_rag.server.openai.prepared import Prepared, prepare
+from reader_rag.server.openai.prepared import prepare
 from reader_rag.server.openai.schemas import ChatRequest, Message
 from reader_rag.server.service import EVENT_STREAM
 
@@ -59,9 +60,9 @@ async def run_race(request: Request, body: RaceRequest, service: ServiceDep, cal
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
     prepared = await prepare(service, caller, chat, str(request.base_url))
-    prepared.prompt  # noqa: B018 - a PromptError where nothing was retrieved, before the stream begins
+    call = prepared.required_call  # raises before the stream begins
     await _refuse_if_busy(engine)
-    return EventSourceResponse(_events(engine, prepared))
+    return EventSourceResponse(_events(engine, call))
 
 
 async def _refuse_if_busy(engine: Engine) -> None:
@@ -77,7 +78,7 @@ def _busy() -> ApiError:
     return ApiError(409, "other requests are running; race when they are done", code="busy")
 
 
-async def _events(engine: Engine, prepared: Prepared) -> AsyncIterator[dict[str, str]]:
+async def _events(engine: Engine, call: PreparedCall) -> AsyncIterator[dict[str, str]]:
     """The events of a race. When the client disconnects, the race ends with its next chunk."""
     loop, stop = asyncio.get_running_loop(), threading.Event()
     states: asyncio.Queue[str | None] = asyncio.Queue()
@@ -85,7 +86,7 @@ async def _events(engine: Engine, prepared: Prepared) -> AsyncIterator[dict[str,
     def tell(state: str | None) -> None:
         loop.call_soon_threadsafe(states.put_nowait, state)
 
-    running = asyncio.create_task(asyncio.to_thread(_race, engine, prepared, tell, stop))
+    running = asyncio.create_task(asyncio.to_thread(_race, engine, call, tell, stop))
     try:
         while (state := await states.get()) is not None:
             yield _event({"state": state})
@@ -99,13 +100,13 @@ def _event(value: dict[str, Any]) -> dict[str, str]:
 
 
 def _race(
-    engine: Engine, prepared: Prepared, tell: Callable[[str | None], None], stop: threading.Event
+    engine: Engine, call: PreparedCall, tell: Callable[[str | None], None], stop: threading.Event
 ) -> dict[str, Any]:
     """Run a race on a thread of its own.
 
     Args:
         engine: The engine.
-        prepared: The chat.
+        call: The chat.
         tell: Called with the name of each run, and with None at the end.
         stop: Set when the result is not wanted any more.
 
@@ -116,7 +117,7 @@ def _race(
         tell(None)
         return {"error": error_of(_busy())[1].error.model_dump()}
     try:
-        done = race(engine, prepared.prompt, prepared.params, prepared.passages, on_method=tell, stopped=stop.is_set)
+        done = race(engine, call.prompt, call.params, call.passages, on_method=tell, stopped=stop.is_set)
         return {"result": done.to_dict()}
     except RaceStopped:
         return {}

@@ -43,6 +43,11 @@ class DocumentStore(BasePydanticVectorStore):
     _tenant: str = PrivateAttr()
     _modes: ClassVar[tuple[VectorStoreQueryMode, ...]] = (VectorStoreQueryMode.DEFAULT,)
 
+    @classmethod
+    def class_name(cls) -> str:
+        """Name under which LlamaIndex serialises this component."""
+        return cls.__name__
+
     @property
     @abstractmethod
     def location(self) -> str:

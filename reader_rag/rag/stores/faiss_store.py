@@ -144,11 +144,6 @@ class FaissStore(DocumentStore):
         path = Path(persist_dir) / f"{namespace}{NAMESPACE_SEP}{DEFAULT_PERSIST_FNAME}"
         return cls.open(path, embed_model=embed_model, similarity_cutoff=similarity_cutoff)
 
-    @classmethod
-    def class_name(cls) -> str:
-        """Name under which LlamaIndex serialises this component."""
-        return "FaissStore"
-
     @property
     def client(self) -> Any:
         """The tenant's FAISS index, or None while it has no nodes. Read it only: changes to it are lost."""
@@ -279,9 +274,7 @@ class FaissStore(DocumentStore):
         with self._indexes.reading(self._tenant) as index:
             if index is None:
                 return []
-            allowed = None
-            if node_ids is not None or doc_ids is not None or filters is not None:
-                allowed = index.select(node_ids=node_ids, doc_ids=doc_ids, filters=filters)
+            allowed = _allowed(index, node_ids, doc_ids, filters)
             found = index.search(unit_vectors([embedding], index.dimension)[0], top_k, allowed)
             nodes = self._nodes([id_ for id_, _ in found])
         return list(zip(nodes, (score for _, score in found), strict=True))
@@ -341,9 +334,7 @@ class FaissStore(DocumentStore):
         with self._indexes.reading(self._tenant) as index:
             if index is None:
                 return []
-            allowed = None
-            if node_ids is not None or doc_ids is not None or query.filters is not None:
-                allowed = index.select(node_ids=node_ids, doc_ids=doc_ids, filters=query.filters)
+            allowed = _allowed(index, node_ids, doc_ids, query.filters)
             vector = unit_vectors([query.query_embedding], index.dimension)[0]
             cutoff = options["similarity_cutoff"]
             near = index.search(vector, ranked if cutoff is None else len(index), allowed)
@@ -373,6 +364,15 @@ class FaissStore(DocumentStore):
     @property
     def _file(self) -> StoreFile:
         return self._indexes.file
+
+
+def _allowed(
+    index: FlatIndex, node_ids: list[str] | None, doc_ids: list[str] | None, filters: MetadataFilters | None
+) -> list[int] | None:
+    """The ids that a search is restricted to; None: all."""
+    if node_ids is None and doc_ids is None and filters is None:
+        return None
+    return index.select(node_ids=node_ids, doc_ids=doc_ids, filters=filters)
 
 
 def _row(node: BaseNode, vector: NDArray[np.float32]) -> NodeRow:

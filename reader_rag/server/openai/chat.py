@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from reader_rag.engine.outputs import Generation
 from reader_rag.server.access import Caller, CallerDep, ServiceDep
@@ -19,14 +16,12 @@ from reader_rag.server.openai.answers import (
     ending,
     event_stream,
     merged,
-    started,
     submitted,
     until_disconnected,
 )
 from reader_rag.server.openai.logprobs import TokenSpeller
 from reader_rag.server.openai.prepared import Prepared, check_model, choices, prepare
 from reader_rag.server.openai.responses import (
-    FINGERPRINT,
     AnswerMessage,
     CalledFunction,
     CalledTool,
@@ -38,6 +33,7 @@ from reader_rag.server.openai.responses import (
     Delta,
     Usage,
     finish_reason,
+    first_fields,
 )
 from reader_rag.server.openai.schemas import ChatRequest
 from reader_rag.server.service import EVENT_STREAM, Service
@@ -69,9 +65,7 @@ async def _remote(request: Request, body: ChatRequest, service: Service, caller:
     answer = RemoteAnswer(service, body, "/chat/completions")
     if body.model == service.docs_model:
         await until_disconnected(request, answer.ground(caller, base_url))
-    if body.stream:
-        return event_stream(await started(answer.chunks()), service.config.grace)
-    return JSONResponse(await until_disconnected(request, answer.whole()))
+    return await answer.response(request)
 
 
 class _Answer:
@@ -115,15 +109,8 @@ class _Answer:
         Args:
             parts: The parts of each choice.
         """
-        usage = self._body.stream_options is not None and bool(self._body.stream_options.include_usage)
-        head: dict[str, Any] = {
-            "id": f"chatcmpl-{uuid4().hex}",
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": self._body.model,
-            "system_fingerprint": FINGERPRINT,
-        }
-        if usage:
+        head = first_fields("chat.completion.chunk", self._body.model)
+        if self._body.wants_usage:
             head["usage"] = None
         made = [_Whole() for _ in parts]
         async with aclosing(merged(parts)) as all_parts:
@@ -136,7 +123,7 @@ class _Answer:
                 if part.done is not None:
                     async for chunk in self._end(number, made[number], head):
                         yield chunk
-        if usage:
+        if self._body.wants_usage:
             counted = Usage.of([choice.done.stats for choice in made if choice.done is not None])
             yield ChatChunk(**{**head, "usage": counted}, choices=[])
 

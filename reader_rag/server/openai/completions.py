@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from reader_rag.engine.outputs import Generation, Stats
 from reader_rag.llm import ReaderLLM
@@ -18,16 +14,16 @@ from reader_rag.llm.calls import PreparedCall
 from reader_rag.sampling.logprobs import TokenLogprobs
 from reader_rag.server.access import Caller, CallerDep, ServiceDep
 from reader_rag.server.errors import ApiError
-from reader_rag.server.openai.answers import Part, event_stream, merged, started, submitted, until_disconnected
+from reader_rag.server.openai.answers import Part, event_stream, merged, submitted, until_disconnected
 from reader_rag.server.openai.logprobs import TokenSpeller
 from reader_rag.server.openai.prepared import Prepared, choices, known_model
 from reader_rag.server.openai.responses import (
-    FINGERPRINT,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     ReaderFigures,
     Usage,
+    first_fields,
 )
 from reader_rag.server.openai.sampling import completion_arguments
 from reader_rag.server.openai.schemas import MOST_CHOICES, CompletionRequest
@@ -55,9 +51,7 @@ async def _remote(request: Request, body: CompletionRequest, service: Service) -
 
     _check_model(service, body)
     answer = RemoteAnswer(service, body, "/completions")
-    if body.stream:
-        return event_stream(await started(answer.chunks()), service.config.grace)
-    return JSONResponse(await until_disconnected(request, answer.whole()))
+    return await answer.response(request)
 
 
 def _check_model(service: Service, body: CompletionRequest) -> None:
@@ -128,15 +122,8 @@ class _Answer:
         Args:
             parts: The parts of each choice.
         """
-        usage = self._body.stream_options is not None and bool(self._body.stream_options.include_usage)
-        head: dict[str, Any] = {
-            "id": f"cmpl-{uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._body.model,
-            "system_fingerprint": FINGERPRINT,
-        }
-        if usage:
+        head = first_fields("text_completion", self._body.model)
+        if self._body.wants_usage:
             head["usage"] = None
         done: dict[int, Generation] = {}
         lengths = [0] * len(parts)
@@ -154,7 +141,7 @@ class _Answer:
                     yield Completion(**head, choices=[choice], reader=ReaderFigures.of(part.done.stats))
                 elif part.text or part.logprobs:
                     yield Completion(**head, choices=[choice])
-        if usage:
+        if self._body.wants_usage:
             yield Completion(**{**head, "usage": self._usage(done)}, choices=[])
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs | None:

@@ -12,9 +12,6 @@ from typing import Any
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.schema import BaseNode, NodeWithScore
 
-from reader_rag.config import SamplingParams
-from reader_rag.engine.outputs import Passage, Prompt
-from reader_rag.engine.request import RequestOptions
 from reader_rag.errors import ConfigError, ContextLengthError, PromptError
 from reader_rag.llm import ReaderLLM
 from reader_rag.llm.calls import PreparedCall
@@ -46,27 +43,12 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def prompt(self) -> Prompt:
-        """The prompt."""
-        return self._call.prompt
+    def required_call(self) -> PreparedCall:
+        """What is decoded.
 
-    @property
-    def params(self) -> SamplingParams:
-        """The sampling parameters."""
-        return self._call.params
-
-    @property
-    def passages(self) -> tuple[Passage, ...]:
-        """Texts that the answer may repeat."""
-        return self._call.passages
-
-    @property
-    def options(self) -> RequestOptions:
-        """The other options of the request."""
-        return self._call.options
-
-    @property
-    def _call(self) -> PreparedCall:
+        Raises:
+            PromptError: No passage was found.
+        """
         if self.call is None:
             raise PromptError(NOTHING_FOUND)
         return self.call

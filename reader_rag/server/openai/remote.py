@@ -7,14 +7,14 @@ comparing texts.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
-from uuid import uuid4
 
 import httpx
 import openai
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.llms.openai.utils import to_openai_message_dicts
 
@@ -26,8 +26,9 @@ from reader_rag.rag.synthesis import PromptBudget
 from reader_rag.server.access import Caller
 from reader_rag.server.errors import ApiError
 from reader_rag.server.openai.annotations import Cited, Sources
+from reader_rag.server.openai.answers import event_stream, started, until_disconnected
 from reader_rag.server.openai.messages import chat_messages
-from reader_rag.server.openai.responses import FINGERPRINT, ReaderFigures
+from reader_rag.server.openai.responses import ReaderFigures, first_fields
 from reader_rag.server.openai.retrieval import Question, fit
 from reader_rag.server.openai.schemas import ChatRequest, CompletionRequest
 from reader_rag.server.service import Service
@@ -88,6 +89,16 @@ class RemoteAnswer:
 
         messages, self._notes = await asyncio.to_thread(fit, question, nodes, window, make)
         self._request["messages"] = to_openai_message_dicts(messages)
+
+    async def response(self, request: Request) -> Response:
+        """The answer, whole or as a stream of server-sent events.
+
+        Args:
+            request: The client's request.
+        """
+        if self._body.stream:
+            return event_stream(await started(self.chunks()), self._service.config.grace)
+        return JSONResponse(await until_disconnected(request, self.whole()))
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer."""
@@ -179,17 +190,13 @@ class RemoteAnswer:
     def _nothing_found(self) -> dict[str, Any]:
         message = {"role": "assistant", "content": NOTHING_FOUND}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
-        return self._head("chat.completion") | {"choices": [choice], "usage": _NO_USAGE}
+        return first_fields("chat.completion", self._body.model) | {"choices": [choice], "usage": _NO_USAGE}
 
     def _nothing_found_chunks(self) -> list[dict[str, Any]]:
-        head, delta = self._head("chat.completion.chunk"), {"role": "assistant", "content": NOTHING_FOUND}
-        options = self._body.stream_options
-        last = [head | {"choices": [], "usage": _NO_USAGE}] if options is not None and options.include_usage else []
+        head = first_fields("chat.completion.chunk", self._body.model)
+        delta = {"role": "assistant", "content": NOTHING_FOUND}
+        last = [head | {"choices": [], "usage": _NO_USAGE}] if self._body.wants_usage else []
         return [head | {"choices": [{"index": 0, "delta": delta, "finish_reason": "stop"}]}, *last]
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        made = {"id": f"chatcmpl-{uuid4().hex}", "object": kind, "created": int(time.time())}
-        return made | {"model": self._body.model, "system_fingerprint": FINGERPRINT}
 
 
 _NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}

@@ -292,6 +292,22 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+def first_fields(kind: str, model: str) -> dict[str, Any]:
+    """The fields that all chunks of an answer have.
+
+    Args:
+        kind: Its `object`.
+        model: Name of the model.
+    """
+    return {
+        "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{uuid4().hex}",
+        "object": kind,
+        "created": _now(),
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+    }
+
+
 def finish_reason(done: Generation, calls: bool) -> FinishReason:
     """Why an answer ended, in OpenAI's words.
 

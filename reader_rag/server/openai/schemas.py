@@ -193,6 +193,11 @@ class Sampling(Strict):
     # Without effect here.
     user: str | None = _about("Has no effect: a tenant belongs to a key.")
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream has a chunk with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     @model_validator(mode="after")
     def _options_of_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
