@@ -15,7 +15,7 @@ ASKED = 16
 
 
 class PromptSuccessors:
-    """Finds the positions of one prompt that a draft lacks successors of, and has the table learn them.
+    """Finds prompt positions whose successors a draft lacked, and adds their successors to the table.
 
     The output head is not computed at all positions of a prompt: what follows most of them is never looked up. A
     position that is asked for in one step is in the table from the next step on.
@@ -55,7 +55,7 @@ class PromptSuccessors:
 
         Args:
             tree: The draft of the coming step.
-            verified: How many of its nodes, the first ones, the step verifies: it teaches what follows them.
+            verified: How many of its first nodes the step verifies: their successors are learned by that.
 
         Returns:
             int32 [at most `ASKED`], positions of the prompt, the most useful first.
@@ -71,7 +71,7 @@ class PromptSuccessors:
         return self._asked[:count].copy()
 
     def learn(self, positions: NDArray[np.int32], best: NDArray[np.int32]) -> None:
-        """Have the table learn what follows some positions, which are not asked for again.
+        """Add the successors of some positions to the table; these positions are not asked for again.
 
         Args:
             positions: int32 [n].

@@ -129,15 +129,15 @@ class RowStates:
         state = int(np.argmin(age))
         if self.states[state, kernels.LIVE]:
             self._end(state)
-        self._reset(state, self._first(length))
+        self._reset(state, self._index_start(length))
         row = self.states[state]
         row[kernels.PROMPT] = max(length - emitted - int(row[kernels.BASE]), 0)
         row[kernels.LIVE] = 1
         self.recent[state] = 0.0
         return state
 
-    def _first(self, length: int) -> int:
-        """Where the index of a request of that length begins, in tokens."""
+    def _index_start(self, length: int) -> int:
+        """The first token of a request of that length that is indexed."""
         return 0 if length <= self._max_tokens else length - max(self._max_tokens // 2, 1)
 
     def _reset(self, state: int, base: int) -> None:
@@ -162,7 +162,7 @@ class RowStates:
             row = self.states[state]
             if needed[k] > self._max_tokens:
                 end, live = int(row[kernels.BASE] + row[kernels.PROMPT]), row[kernels.LIVE]
-                self._reset(state, self._first(length))
+                self._reset(state, self._index_start(length))
                 row[kernels.PROMPT], row[kernels.LIVE] = max(end - int(row[kernels.BASE]), 0), live
             self._grow(state, length - int(row[kernels.BASE]))
 
@@ -180,12 +180,12 @@ class RowStates:
         """Drop a request; keep its output if ended outputs are kept."""
         text, row = self._corpora[state], self.states[state]
         if self._max_ended_tokens and text is not None:
-            self._keep(text.tokens[int(row[kernels.PROMPT]) : int(row[kernels.SIZE])].copy())
+            self._keep_output(text.tokens[int(row[kernels.PROMPT]) : int(row[kernels.SIZE])].copy())
         self._corpora[state] = None
         row[:] = 0
         self._held[self._held == state] = -1
 
-    def _keep(self, output: Int32) -> None:
+    def _keep_output(self, output: Int32) -> None:
         """Keep an output; where there is no more room, evict the older half."""
         most = self._max_ended_tokens // 2
         kept = np.append(output[: max(most - 1, 0)], np.int32(-1))

@@ -178,14 +178,13 @@ class RequestBuilder:
         self._check_bias(params)
         given = options.get("logits_processor", ())
         processors, criteria = copy_processors(given, options.get("stopping_criteria", ()))
-        sampler, constraint = options.get("sampler"), None
-        if sampler is not None:
-            sampler = CheckedSampler(sampler, self.vocabulary)
-        has_callbacks = sampler is not None or bool(processors or criteria)
-        if sampler is None:
+        sources = make_sources([*self._draft_sources, *options.get("draft_sources", ())], self._layers)
+        own_sampler = options.get("sampler")
+        if own_sampler is None:
             constraint = self._constraint(prompt, params)
             sampler = self.sampler(prompt, params, processors, constraint)
-        sources = make_sources([*self._draft_sources, *options.get("draft_sources", ())], self._layers)
+        else:
+            constraint, sampler = None, CheckedSampler(own_sampler, self.vocabulary)
         draft = options.get("draft") or self._draft
         model = self._draft_source(prompt, params, draft, sampler, options.get("tenant", ""))
         return Request(
@@ -198,7 +197,7 @@ class RequestBuilder:
             criteria=criteria,
             constraint=constraint,
             recalls=options.get("recall", True),
-            has_callbacks=has_callbacks or bool(sources),
+            has_callbacks=own_sampler is not None or bool(processors or criteria or sources),
             draft_sources=(*sources, *model),
             prediction=options.get("prediction", ""),
         )

@@ -29,7 +29,7 @@ from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.interface import SequenceCache
-from reader_rag.model.step_costs import Rest, asked_positions_pay
+from reader_rag.model.step_costs import DraftBackoff, asked_positions_pay
 from reader_rag.sampling.accept import accept_path
 from reader_rag.sampling.logits_processors import any_met
 from reader_rag.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -51,13 +51,13 @@ class DecodeSequence:
 
     Attributes:
         request: As given.
-        rest: When steps are made without a draft.
+        backoff: Decides which steps are made without a draft.
         finish: Why the answer ended; None while it has not.
     """
 
     def __init__(self, context: DecodeContext, request: Request) -> None:
         self.request = request
-        self.rest = Rest()
+        self.backoff = DraftBackoff()
         self.finish: FinishReason | None = None
         self._context = context
         self._changing = threading.RLock()  # a callback may read `result`
@@ -99,7 +99,7 @@ class DecodeSequence:
 
     @property
     def cache(self) -> SequenceCache:
-        """Of prompt and answer up to the root; there is one from the first `prefill` to `release`."""
+        """The KV cache of prompt and answer up to the root; it exists from the first `prefill` to `release`."""
         assert self._state is not None
         return self._state.cache
 

@@ -59,7 +59,7 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
     for sequence in sequences:
         before = time.perf_counter()
         try:
-            drafts[sequence] = sequence.propose(skip=costs is not None and sequence.rest.due())
+            drafts[sequence] = sequence.propose(skip=costs is not None and sequence.backoff.skips_draft())
         except BaseException as error:
             failed[sequence] = error
         drafting[sequence] = time.perf_counter() - before
@@ -111,7 +111,7 @@ def _within_budget(context: DecodeContext, trees: dict[DecodeSequence, DraftTree
             )
     heads = {}
     for (sequence, tree), size in zip(trees.items(), sizes, strict=True):
-        sequence.rest.drafted(min(size, most), len(tree))
+        sequence.backoff.observe(min(size, most), len(tree))
         heads[sequence] = tree.head(min(size, most))
     return heads
 

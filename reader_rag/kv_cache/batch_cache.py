@@ -44,8 +44,8 @@ _TIGHT = 1.125
 _WORTH = 1 / 16
 """Share of the longest sequence: a rearrangement that leaves fewer free columns allocates more columns too."""
 _OFFSET_FROM = 16
-"""Texts from which on writing by offset is as fast as by column, for fewer bytes moved: measured on a CPU, where the
-cache and its attention take up to a seventh less by column in smaller batches (docs/batches.md)."""
+"""Fewest sequences for which writing by offset is as fast as by column, and moves fewer bytes: measured on a CPU, where
+the cache and its attention take up to a seventh less by column in smaller batches (docs/batches.md)."""
 
 
 def default_policy(sequences: int) -> Policy:
@@ -74,7 +74,7 @@ class BatchCache(Cache):
 
     def __init__(self, layers: int, policy: Policy | None = None) -> None:
         self.policy: Policy = policy or default_policy(0)
-        self._asked = policy
+        self._fixed_policy = policy
         self.rows = self.columns = self.step = 0
         self.now: Pass | None = None
         self.bytes_moved = self.rearrangements = 0
@@ -154,7 +154,7 @@ class BatchCache(Cache):
             )
         for sequence in joining:
             sequence.batch = self
-        self.policy = self._asked or default_policy(len(layout.sequences))
+        self.policy = self._fixed_policy or default_policy(len(layout.sequences))
         rows = np.array([layout.sequences.index(ref) for ref in refs])
         self._make_room(layout, rows, width)
         layout = self._layout
@@ -170,7 +170,7 @@ class BatchCache(Cache):
         most = int(ROOM * longest) + self.step
         joins = len(layout.sequences) > self.sequences
         room = self.columns if len(layout.sequences) <= self.rows else most
-        packs = self._torn
+        packs = self._interrupted
         if self.policy == "offset":
             packs |= bool((used[rows] != counts[rows]).any())
         else:
@@ -192,13 +192,13 @@ class BatchCache(Cache):
         return self.columns > most or self.rows * self.columns > sequences * most
 
     @property
-    def _torn(self) -> bool:
-        """Whether an arrangement failed on the way, so that layers lie differently."""
+    def _interrupted(self) -> bool:
+        """Whether an arrangement failed midway, so that the layers have different layouts."""
         return any(layer.layout is not self._layout for layer in self.batch_layers)
 
     @property
     def _layouts(self) -> list[Layout]:
-        """All layouts that a layer lies in: one, but after an arrangement that failed."""
+        """The layouts of all layers: one, except after an arrangement that failed midway."""
         layouts = {id(layer.layout): layer.layout for layer in self.batch_layers}
         return list((layouts | {id(self._layout): self._layout}).values())
 
@@ -250,15 +250,15 @@ class BatchCache(Cache):
                 layer.layout = self._layout
             return
         try:
-            self._tighten(layout, int(layout.lengths.max()))
+            self._shrink(layout, int(layout.lengths.max()))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             # No entry is lost; the next pass tries again.
 
-    def _tighten(self, layout: Layout, longest: int) -> None:
+    def _shrink(self, layout: Layout, longest: int) -> None:
         """Take a layout, and give back columns and rows where more is allocated than its longest sequence may have."""
-        packs = self._torn
+        packs = self._interrupted
         if self._too_large(len(layout.sequences), int(ROOM * longest) + self.step):
             self.rows, self.columns = len(layout.sequences), min(self.columns, int(_TIGHT * longest) + self.step)
             packs |= int(layout.used.max()) > self.columns
@@ -276,7 +276,7 @@ class BatchCache(Cache):
             longest = max(self.longest, length)
             if length > self.columns:
                 self.rows, self.columns = self.sequences, int(ROOM * longest) + self.step
-            self._tighten(self._layout, longest)
+            self._shrink(self._layout, longest)
             self._layout.entries[row, :length] = np.arange(length)
 
     @torch.inference_mode()

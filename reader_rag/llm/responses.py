@@ -60,13 +60,13 @@ class Responses:
         if not token_logprobs:
             return None
 
-        def one(token: int, logprob: float) -> LogProb:
-            text = str(self._tokenizer.decode([token]))
+        def one(token_id: int, logprob: float) -> LogProb:
+            text = str(self._tokenizer.decode([token_id]))
             return LogProb(token=text, logprob=logprob, bytes=list(text.encode()))
 
         return [
-            [one(of.token_id, of.logprob), *(one(*other) for other in of.top if other[0] != of.token_id)]
-            for of in token_logprobs
+            [one(token.token_id, token.logprob), *(one(*other) for other in token.top if other[0] != token.token_id)]
+            for token in token_logprobs
         ]
 
     def _report(self, done: Generation | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:

@@ -27,7 +27,7 @@ from reader_rag.model.quantization.speed import warn_if_int8_is_slower
 from reader_rag.util.cpu import cpu_features, cpu_name
 
 _VERSION = 4
-"""Of the forward pass, part of the device of a table; raise it when a step computes otherwise than before."""
+"""Version of the forward pass, part of a table's key; raise it when a step computes otherwise than before."""
 _ROWS = (1, 8, 4, 16, 2, 32, 64, 5, 9, 17, 48, 3, 12, 24, 13, 33, 40, 56, 128)
 """Sizes that are timed, in this order, the most informative ones first. The odd ones are where blocks of rows begin."""
 _CONTEXTS = (64, 1024)
@@ -53,7 +53,7 @@ _WIDEN_EVERY = 32
 _ASKED_GAIN = 0.005
 """Steps that a computed position of a prompt saves, about: with up to 16 in each step, answers take up to 4% fewer
 steps, for up to 8 positions in each (docs/drafts.md)."""
-_REST_AFTER, _DRAFT_EVERY = 16, 4
+_BACK_OFF_AFTER, _DRAFT_EVERY = 16, 4
 """After 16 steps in a row without a verified draft, a draft is made in one step of 4 only."""
 
 Float64 = NDArray[np.float64]
@@ -208,23 +208,23 @@ class StepCosts:
         return size
 
 
-class Rest:
-    """When a text goes without a draft: where none has paid for a while, most do.
+class DraftBackoff:
+    """Decides which steps of a sequence make no draft: most of them, where no draft has paid for a while.
 
-    Each text has its own: how fast its answer comes must not depend on what others' are like.
+    Each sequence has its own, so that the speed of its answer does not depend on the text of others.
     """
 
     def __init__(self) -> None:
         self._plain = 0
 
-    def due(self) -> bool:
-        """Whether the next step makes no draft."""
-        if self._plain < _REST_AFTER:
+    def skips_draft(self) -> bool:
+        """Whether the next step makes no draft; called once for each step."""
+        if self._plain < _BACK_OFF_AFTER:
             return False
         self._plain += 1
         return self._plain % _DRAFT_EVERY != 0
 
-    def drafted(self, verified: int, nodes: int) -> None:
+    def observe(self, verified: int, nodes: int) -> None:
         """Note a step that made a draft.
 
         Args:

@@ -43,15 +43,15 @@ def sort_sources(sources: Source | Iterable[Source]) -> Sources:
         ConfigError: One is of another type, or a reader that needs arguments.
         IngestError: A reader gave no document.
     """
-    sorted_ = Sources()
+    by_kind = Sources()
     single = isinstance(sources, (str, Path, Document, BaseReader, ReaderConfig))
     for source in [sources] if single else sources:  # type: ignore[union-attr]
         if isinstance(source, (str, Path)):
-            sorted_.paths.append(Path(source))
+            by_kind.paths.append(Path(source))
             continue
         for document in _documents(source):
-            sorted_.documents.setdefault(document.node_id, []).append(document)
-    return sorted_
+            by_kind.documents.setdefault(document.node_id, []).append(document)
+    return by_kind
 
 
 def _documents(source: object) -> Sequence[Document]:

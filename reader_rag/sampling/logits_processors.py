@@ -33,8 +33,8 @@ from reader_rag.sampling.sampler import Processor
 class TopP(LogitsProcessor):
     """`TopPLogitsWarper` of `transformers`, to the last bit, and faster on the CPU.
 
-    Theirs sorts all scores with their places, which takes a good part of a small model's step. Which scores are too low
-    is known of the sorted values alone.
+    `TopPLogitsWarper` sorts scores together with their indices, which takes a good part of a small model's step. The
+    sorted scores alone show which of them are too low.
 
     Args:
         top_p: Sum that the probabilities of the tokens that stay must reach, in 0..1.
@@ -42,21 +42,21 @@ class TopP(LogitsProcessor):
 
     def __init__(self, top_p: float) -> None:
         self.top_p = top_p
-        self._theirs: Processor = TopPLogitsWarper(top_p)
+        self._reference: Processor = TopPLogitsWarper(top_p)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask the scores of all tokens outside the nucleus; arguments and result of a `Processor`."""
         if scores.device.type != "cpu" or scores.dtype != torch.float32 or len(scores) != 1:
-            return self._theirs(input_ids, scores)
+            return self._reference(input_ids, scores)
         values = torch.from_numpy(np.sort(scores.detach().numpy()))
         if values[0, -1].isnan():
-            return self._theirs(input_ids, scores)
-        # Computed as they do: the last digits decide which token is the last to stay.
+            return self._reference(input_ids, scores)
+        # Computed as by `TopPLogitsWarper`: the last digits decide which token is the last to stay.
         too_low = values.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
         count = min(int(too_low.sum()), len(values[0]) - 1)
         removed = scores < values[0, count]
-        if int(removed.sum()) != count:  # which of equal scores go is decided by their order in their sort
-            return self._theirs(input_ids, scores)
+        if int(removed.sum()) != count:  # of equal scores, the order of the reference's sort decides
+            return self._reference(input_ids, scores)
         return scores.masked_fill(removed, -torch.inf)
 
 
@@ -101,7 +101,7 @@ class OpenAIPenalties(LogitsProcessor):
 
 
 def make_processors(
-    generation: SamplingParams,
+    params: SamplingParams,
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompt_tokens: int,
@@ -113,7 +113,7 @@ def make_processors(
     """All logits processors of one answer: `logit_bias`, then the others in the order of `transformers`' `generate`.
 
     Args:
-        generation: The settings.
+        params: The sampling parameters.
         tokenizer: Turns `bad_words` into tokens.
         prompt_tokens: Tokens of the prompt.
         eos_ids: Tokens that end an answer.
@@ -121,42 +121,41 @@ def make_processors(
         given: The caller's own processors; they come after penalties and bans and before temperature and the like.
         last: Constraints that nothing may undo; they come right after `given`.
     """
-    g = generation
     made: list[Any] = []
-    if g.logit_bias:
-        made.append(LogitBias(g.logit_bias, device))
-    if g.repetition_penalty != 1.0:
-        made.append(RepetitionPenaltyLogitsProcessor(float(g.repetition_penalty)))
-    if g.presence_penalty or g.frequency_penalty:
-        made.append(OpenAIPenalties(g.presence_penalty, g.frequency_penalty, prompt_tokens))
-    if g.no_repeat_ngram:
-        made.append(NoRepeatNGramLogitsProcessor(g.no_repeat_ngram))
-    if g.bad_words:
-        made.append(NoBadWordsLogitsProcessor(_bad_words(g.bad_words, tokenizer), list(eos_ids) or None))
-    if g.min_tokens and eos_ids:
+    if params.logit_bias:
+        made.append(LogitBias(params.logit_bias, device))
+    if params.repetition_penalty != 1.0:
+        made.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+    if params.presence_penalty or params.frequency_penalty:
+        made.append(OpenAIPenalties(params.presence_penalty, params.frequency_penalty, prompt_tokens))
+    if params.no_repeat_ngram:
+        made.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram))
+    if params.bad_words:
+        made.append(NoBadWordsLogitsProcessor(_bad_words(params.bad_words, tokenizer), list(eos_ids) or None))
+    if params.min_tokens and eos_ids:
         ends = torch.tensor(list(eos_ids), device=device)
-        made.append(MinNewTokensLengthLogitsProcessor(prompt_tokens, g.min_tokens, ends, device=str(device)))
-    if g.suppress_tokens:
-        made.append(SuppressTokensLogitsProcessor(list(g.suppress_tokens), device=str(device)))
+        made.append(MinNewTokensLengthLogitsProcessor(prompt_tokens, params.min_tokens, ends, device=str(device)))
+    if params.suppress_tokens:
+        made.append(SuppressTokensLogitsProcessor(list(params.suppress_tokens), device=str(device)))
     made += given
     made += last
-    if g.temperature > 0.0:
-        made += _warpers(g)
+    if params.temperature > 0.0:
+        made += _warpers(params)
     return made
 
 
-def _warpers(g: SamplingParams) -> list[Any]:
+def _warpers(params: SamplingParams) -> list[Any]:
     warpers: list[Any] = []
-    if g.temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(float(g.temperature)))
-    if g.top_k:
-        warpers.append(TopKLogitsWarper(g.top_k))
-    if g.top_p < 1.0:
-        warpers.append(TopP(float(g.top_p)))
-    if g.min_p:
-        warpers.append(MinPLogitsWarper(float(g.min_p)))
-    if g.typical_p < 1.0:
-        warpers.append(TypicalLogitsWarper(float(g.typical_p)))
+    if params.temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(TopP(float(params.top_p)))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(float(params.min_p)))
+    if params.typical_p < 1.0:
+        warpers.append(TypicalLogitsWarper(float(params.typical_p)))
     return warpers
 
 
@@ -186,7 +185,10 @@ def copy_processors(processors: Sequence[Any], criteria: Sequence[Any]) -> tuple
     Raises:
         ConfigError: One of them cannot be called with token ids and scores, or cannot be copied.
     """
-    given = list(_listed(processors, "logits_processor")), list(_listed(criteria, "stopping_criteria"))
+    given = (
+        list(_checked_callables(processors, "logits_processor")),
+        list(_checked_callables(criteria, "stopping_criteria")),
+    )
     memo: dict[int, Any] = {}
     _find_shared(given, memo, set())
     try:
@@ -222,7 +224,7 @@ def any_met(criteria: Sequence[Callable[[torch.Tensor, None], Any]], token_ids: 
     return met
 
 
-def _listed(objects: Any, kind: str) -> Sequence[Any]:
+def _checked_callables(objects: Any, kind: str) -> Sequence[Any]:
     if not isinstance(objects, (list, tuple)):
         raise ConfigError(f"{kind} must be a list, not {type(objects).__name__}")
     for held in objects:

@@ -221,16 +221,16 @@ def gumbel(
     return noise
 
 
-def make_sampler(generation: SamplingParams, processors: Sequence[Any] = ()) -> Sampler:
+def make_sampler(params: SamplingParams, processors: Sequence[Any] = ()) -> Sampler:
     """The sampler that a call's settings ask for.
 
     Args:
-        generation: The settings.
-        processors: All that change the scores, in order; see `processors.make_processors`.
+        params: The sampling parameters.
+        processors: All that change the scores, in order; see `logits_processors.make_processors`.
     """
-    if generation.temperature == 0.0:
+    if params.temperature == 0.0:
         return ProcessedSampler(processors) if processors else greedy
-    seed = generation.seed
+    seed = params.seed
     if seed is None:
         seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
     return ProcessedSampler(processors, seed)

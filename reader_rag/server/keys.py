@@ -26,12 +26,12 @@ from reader_rag.util.files import atomic_path
 _log = logging.getLogger("reader_rag.server")
 
 PREFIX = "rr-"
-"""Of every key, so that one is recognised where it should not be, in a repository for example."""
+"""Prefix of every key, by which scanners recognise a leaked one, in a repository for example."""
 
 _FORMAT = 1
 _KEY_BYTES = 32
 _LOCK_S = 10.0
-_CHECK_S = 1.0  # the file is looked at so often at most
+_CHECK_S = 1.0  # least seconds between two looks at the file
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class KeyRing:
     def __init__(self, file: KeyFile) -> None:
         self._file = file
         self._lock = threading.Lock()
-        self._looked = time.monotonic()
-        self._seen = _identity(file.path)
+        self._checked_at = time.monotonic()
+        self._stamp = _file_stamp(file.path)
         self._keys = file.read()
         if not self._keys:
             raise ServeError(f"{file.path} has no key; make one with `reader-rag keys add NAME --api-keys {file.path}`")
@@ -184,11 +184,11 @@ class KeyRing:
     def _current(self) -> list[ApiKey]:
         with self._lock:
             now = time.monotonic()
-            if now - self._looked >= _CHECK_S:
-                self._looked = now
-                seen = _identity(self._file.path)
-                if seen != self._seen:
-                    self._seen = seen
+            if now - self._checked_at >= _CHECK_S:
+                self._checked_at = now
+                stamp = _file_stamp(self._file.path)
+                if stamp != self._stamp:
+                    self._stamp = stamp
                     try:
                         self._keys = self._file.read()
                     except ServeError as error:
@@ -197,7 +197,8 @@ class KeyRing:
             return self._keys
 
 
-def _identity(path: Path) -> tuple[int, int, int] | None:
+def _file_stamp(path: Path) -> tuple[int, int, int] | None:
+    """A value that changes when the file is replaced or written; None: it cannot be read."""
     try:
         status = os.stat(path)  # noqa: PTH116 - one call for all of it
     except OSError:

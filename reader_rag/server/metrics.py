@@ -74,7 +74,7 @@ class ServiceMetrics:
         Args:
             route: Template of its path.
             method: Its method.
-            status: HTTP status of the answer; 499 where the client has gone before it began.
+            status: HTTP status of the answer; 499 where the client disconnected before the answer began.
             begin: What `began` returned.
         """
         self._running.dec()
@@ -91,7 +91,7 @@ class CountRequests:
     """
 
     _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
-    _GONE = 499
+    _DISCONNECTED = 499
 
     def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
         self._app = app
@@ -102,7 +102,7 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = self._GONE
+        status = self._DISCONNECTED
 
         async def send_noting(message: Message) -> None:
             nonlocal status
@@ -115,7 +115,7 @@ class CountRequests:
             await self._app(scope, receive, send_noting)
         except Exception as error:
             log_bug(error)
-            if status == self._GONE:
+            if status == self._DISCONNECTED:
                 await response_of(error)(scope, receive, send_noting)
         finally:
             route = getattr(scope.get("route"), "path", _NO_ROUTE)

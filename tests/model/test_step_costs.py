@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from reader_rag.draft.step_table import StepTable
 from reader_rag.draft.tree import DraftTree
 from reader_rag.model import step_costs
-from reader_rag.model.step_costs import Rest, StepCosts, load_costs, measure
+from reader_rag.model.step_costs import DraftBackoff, StepCosts, load_costs, measure
 from reader_rag.model.target import Target
 
 
@@ -185,28 +185,28 @@ def test_the_next_size_is_tried_in_case_it_was_measured_in_a_bad_moment() -> Non
 
 
 def test_where_no_draft_pays_most_steps_go_without_one() -> None:
-    costs, rest = costs_of([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]), Rest()
+    costs, backoff = costs_of([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]), DraftBackoff()
     drafted = verified = 0
     for _ in range(400):
-        if not rest.due():
+        if not backoff.skips_draft():
             size = _best_size(costs, _chain(0.1, 0.05, 0.01))
-            rest.drafted(size, 3)
+            backoff.observe(size, 3)
             drafted += 1
             verified += bool(size)
     assert 80 < drafted < 200
     assert 1 <= verified < 10  # a few are tried all the same
 
 
-def test_a_draft_that_pays_ends_the_rest_and_one_of_nothing_says_nothing() -> None:
-    rest = Rest()
+def test_a_draft_that_pays_ends_the_backoff_and_an_empty_one_begins_none() -> None:
+    backoff = DraftBackoff()
     for _ in range(100):
-        rest.drafted(0, 0)
-    assert not rest.due()
+        backoff.observe(0, 0)
+    assert not backoff.skips_draft()
     for _ in range(16):
-        rest.drafted(0, 5)
-    assert [rest.due() for _ in range(8)].count(True) == 6
-    rest.drafted(2, 5)
-    assert not any(rest.due() for _ in range(8))
+        backoff.observe(0, 5)
+    assert [backoff.skips_draft() for _ in range(8)].count(True) == 6
+    backoff.observe(2, 5)
+    assert not any(backoff.skips_draft() for _ in range(8))
 
 
 def test_the_nodes_of_several_texts_are_one_pool() -> None:

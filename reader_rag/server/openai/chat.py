@@ -88,7 +88,7 @@ class _Answer:
         Args:
             parts: The parts of each choice.
         """
-        made = [_Whole() for _ in parts]
+        made = [_PartialChoice() for _ in parts]
         async with aclosing(merged(parts)) as all_parts:
             async for number, part in all_parts:
                 made[number].add(part)
@@ -112,7 +112,7 @@ class _Answer:
         head = first_fields("chat.completion.chunk", self._body.model)
         if self._body.wants_usage:
             head["usage"] = None
-        made = [_Whole() for _ in parts]
+        made = [_PartialChoice() for _ in parts]
         async with aclosing(merged(parts)) as all_parts:
             for number in range(len(parts)):
                 yield ChatChunk(**head, choices=[_chunk(number, Delta(role="assistant", content=""))])
@@ -127,7 +127,7 @@ class _Answer:
             counted = Usage.of([choice.done.stats for choice in made if choice.done is not None])
             yield ChatChunk(**{**head, "usage": counted}, choices=[])
 
-    async def _end(self, number: int, made: _Whole, head: dict[str, Any]) -> AsyncGenerator[ChatChunk, None]:
+    async def _end(self, number: int, made: _PartialChoice, head: dict[str, Any]) -> AsyncGenerator[ChatChunk, None]:
         """The last chunks of a choice: its footer, then citations and figures."""
         assert made.done is not None
         end = await ending(self._prepared, made.text, made.done)
@@ -139,7 +139,7 @@ class _Answer:
         )
         yield ChatChunk(**head, choices=[last], reader=end.figures)
 
-    async def _choice(self, number: int, made: _Whole) -> ChatChoice:
+    async def _choice(self, number: int, made: _PartialChoice) -> ChatChoice:
         assert made.done is not None
         end = await ending(self._prepared, made.text, made.done)
         text = made.text + end.footer
@@ -168,14 +168,14 @@ class _Answer:
         return self._speller.chat(tokens, self._body.top_logprobs or 0)
 
 
-class _Call:
-    """A tool call as far as it came."""
+class _PartialCall:
+    """A tool call that is being streamed: its arguments so far."""
 
     def __init__(self, delta: CallDelta) -> None:
         self._id, self._name, self._arguments = delta.id, delta.name, delta.arguments
 
     def add(self, delta: CallDelta) -> None:
-        """Add what is new of it."""
+        """Add new arguments."""
         self._arguments += delta.arguments
 
     @property
@@ -184,12 +184,12 @@ class _Call:
         return CalledTool(id=self._id, function=CalledFunction(name=self._name, arguments=self._arguments))
 
 
-class _Whole:
-    """A choice as far as it came."""
+class _PartialChoice:
+    """A choice that is being streamed: its text, calls and log-probabilities so far."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.calls: list[_Call] = []
+        self.calls: list[_PartialCall] = []
         self.logprobs: list[Any] = []
         self.done: Generation | None = None
 
@@ -198,7 +198,7 @@ class _Whole:
         self.text += part.text
         for delta in part.calls:
             if delta.number == len(self.calls):
-                self.calls.append(_Call(delta))
+                self.calls.append(_PartialCall(delta))
             else:
                 self.calls[delta.number].add(delta)
         self.logprobs += part.logprobs

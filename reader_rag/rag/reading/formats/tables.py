@@ -12,7 +12,7 @@ from reader_rag.rag.reading.section import LabelledLines, Section, table_text
 from reader_rag.rag.reading.text import decode
 
 _SAMPLE = 1 << 14  # characters by which the delimiter is found
-_MOST_FIELD = 1 << 26
+_MOST_FIELD = 1 << 26  # characters of a cell
 
 
 def read(data: bytes, suffix: str, encoding: str) -> Iterator[Section]:
