@@ -101,7 +101,7 @@ class Comparison:
 def compare(
     engine: Engine,
     prompt: Prompt,
-    generation: SamplingParams,
+    params: SamplingParams,
     passages: Sequence[Passage] = (),
 ) -> Comparison:
     """Decode a prompt with and without drafts in turn, one to three times each within about 12 seconds.
@@ -112,10 +112,10 @@ def compare(
     Args:
         engine: The engine that decodes by both methods.
         prompt: The prompt.
-        generation: Length and sampling, the same for both methods.
+        params: Length and sampling, the same for both methods.
         passages: Texts that the answer may repeat.
     """
-    methods = {name: replace(generation, speculate=name == "reader") for name in ("plain", "reader")}
+    methods = {name: replace(params, speculate=name == "reader") for name in ("plain", "reader")}
     run = FreshRuns(engine, prompt, passages)
     run.warm_up(methods.values())
     runs: dict[str, list[Generation]] = {name: [] for name in methods}
@@ -193,7 +193,7 @@ class RaceStopped(Exception):
 def race(
     engine: Engine,
     prompt: Prompt,
-    generation: SamplingParams,
+    params: SamplingParams,
     passages: Sequence[Passage] = (),
     *,
     on_method: Callable[[str], None] = lambda name: None,
@@ -206,7 +206,7 @@ def race(
     Args:
         engine: The engine that decodes by both methods; it must have no other request.
         prompt: The prompt.
-        generation: Length and sampling, the same for both methods.
+        params: Length and sampling, the same for both methods.
         passages: Texts that the answer may repeat.
         on_method: Called with "reader" and with "plain" before each run.
         stopped: Asked at each chunk whether to stop.
@@ -216,7 +216,7 @@ def race(
         RaceStopped: `stopped` said so.
     """
     run = FreshRuns(engine, prompt, passages)
-    methods = {name: replace(generation, speculate=name == "reader") for name in ("reader", "plain")}
+    methods = {name: replace(params, speculate=name == "reader") for name in ("reader", "plain")}
     check_idle(engine)
     run.warm_up(methods.values())
     recorded = {}
@@ -260,19 +260,19 @@ class FreshRuns:
         self._passages = passages
         self._tenant = f"comparison-{uuid4()}"
 
-    def __call__(self, generation: SamplingParams) -> Generation:
+    def __call__(self, params: SamplingParams) -> Generation:
         """Answer the prompt.
 
         Args:
-            generation: Length and sampling.
+            params: Length and sampling.
         """
-        return self._generate(self._prompt, generation)
+        return self._generate(self._prompt, params)
 
-    def record(self, generation: SamplingParams, stopped: Callable[[], bool]) -> Recording:
+    def record(self, params: SamplingParams, stopped: Callable[[], bool]) -> Recording:
         """Answer the prompt, and record when each text came.
 
         Args:
-            generation: Length and sampling.
+            params: Length and sampling.
             stopped: Asked at each chunk whether to stop.
 
         Raises:
@@ -283,7 +283,7 @@ class FreshRuns:
         begin = time.perf_counter()
         try:
             with self._engine.submit(
-                self._prompt, generation, self._passages, tenant=self._tenant, recall=False
+                self._prompt, params, self._passages, tenant=self._tenant, recall=False
             ) as stream:
                 for chunk in stream:
                     events.append((time.perf_counter() - begin, chunk.text))
@@ -301,13 +301,13 @@ class FreshRuns:
             methods: Sampling parameters of each method.
         """
         short = Prompt(self._prompt.token_ids[:_WARM_UP_PROMPT])
-        for generation in methods:
-            few = min(generation.max_tokens, _WARM_UP_TOKENS)
-            self._generate(short, replace(generation, max_tokens=few, ignore_eos=True, stop=()))
+        for params in methods:
+            few = min(params.max_tokens, _WARM_UP_TOKENS)
+            self._generate(short, replace(params, max_tokens=few, ignore_eos=True, stop=()))
 
-    def _generate(self, prompt: Prompt, generation: SamplingParams) -> Generation:
+    def _generate(self, prompt: Prompt, params: SamplingParams) -> Generation:
         try:
-            return self._engine.generate(prompt, generation, self._passages, tenant=self._tenant, recall=False)
+            return self._engine.generate(prompt, params, self._passages, tenant=self._tenant, recall=False)
         finally:
             self._engine.forget(self._tenant)
 
