@@ -282,9 +282,7 @@ class FreshRuns:
         events = []
         begin = time.perf_counter()
         try:
-            with self._engine.submit(
-                self._prompt, params, self._passages, tenant=self._tenant, recall=False
-            ) as stream:
+            with self._engine.submit(self._prompt, params, self._passages, tenant=self._tenant, recall=False) as stream:
                 for chunk in stream:
                     events.append((time.perf_counter() - begin, chunk.text))
                     if stopped():

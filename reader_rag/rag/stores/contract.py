@@ -6,7 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
@@ -22,7 +22,21 @@ from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError
 from reader_rag.rag.stores.records import DocumentRecord, TenantSize
 
-__all__ = ["DocumentRecord", "DocumentStore", "TenantSize"]
+__all__ = ["DocumentRecord", "DocumentStore", "Selection", "TenantSize"]
+
+
+class Selection(NamedTuple):
+    """Which nodes of a tenant are meant: those that meet every given condition.
+
+    Attributes:
+        node_ids: Only nodes with these ids; None: any.
+        doc_ids: Only nodes of these documents; None: any.
+        filters: Only nodes whose metadata meets these conditions; None: any.
+    """
+
+    node_ids: Sequence[str] | None = None
+    doc_ids: Sequence[str] | None = None
+    filters: MetadataFilters | None = None
 
 
 class DocumentStore(BasePydanticVectorStore):
@@ -132,34 +146,19 @@ class DocumentStore(BasePydanticVectorStore):
         """Release the store; neither it nor its copies for tenants can be used afterwards."""
 
     @abstractmethod
-    def _search(
-        self,
-        embedding: list[float],
-        top_k: int,
-        node_ids: list[str] | None,
-        doc_ids: list[str] | None,
-        filters: MetadataFilters | None,
-    ) -> list[tuple[BaseNode, float]]:
-        """The `top_k` nearest of the nodes that meet every given condition, with their cosines, nearest first."""
+    def _search(self, embedding: list[float], top_k: int, selection: Selection) -> list[tuple[BaseNode, float]]:
+        """The `top_k` nearest of the selected nodes, with their cosines, nearest first."""
 
     def _search_mmr(
-        self,
-        query: VectorStoreQuery,
-        node_ids: list[str] | None,
-        doc_ids: list[str] | None,
-        options: Mapping[str, Any],
+        self, query: VectorStoreQuery, selection: Selection, options: Mapping[str, Any]
     ) -> list[tuple[BaseNode, float]]:
-        """Nodes that meet every given condition by maximal marginal relevance, with their cosines; see `query`."""
+        """Selected nodes by maximal marginal relevance, with their cosines; see `query`."""
         raise NotImplementedError
 
     def _search_hybrid(
-        self,
-        query: VectorStoreQuery,
-        node_ids: list[str] | None,
-        doc_ids: list[str] | None,
-        options: Mapping[str, Any],
+        self, query: VectorStoreQuery, selection: Selection, options: Mapping[str, Any]
     ) -> list[tuple[BaseNode, float]]:
-        """Nodes that meet every given condition by vectors and words, with their fused scores; see `query`."""
+        """Selected nodes by vectors and words, with their fused scores; see `query`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -242,14 +241,14 @@ class DocumentStore(BasePydanticVectorStore):
             raise ConfigError(f"top_k must be at least 1, not {query.similarity_top_k}")
         cutoff: float | None = kwargs.get("similarity_cutoff", self.similarity_cutoff)
         # LlamaIndex's `index.as_retriever()` sends an empty list where it means "any node".
-        node_ids, doc_ids = query.node_ids or None, query.doc_ids or None
+        selection = Selection(query.node_ids or None, query.doc_ids or None, query.filters)
         if query.mode == VectorStoreQueryMode.HYBRID:
-            found = self._search_hybrid(query, node_ids, doc_ids, {**kwargs, "similarity_cutoff": cutoff})
+            found = self._search_hybrid(query, selection, {**kwargs, "similarity_cutoff": cutoff})
             cutoff = None  # the scores are no cosines
         elif query.mode == VectorStoreQueryMode.MMR:
-            found = self._search_mmr(query, node_ids, doc_ids, kwargs)
+            found = self._search_mmr(query, selection, kwargs)
         else:
-            found = self._search(query.query_embedding, query.similarity_top_k, node_ids, doc_ids, query.filters)
+            found = self._search(query.query_embedding, query.similarity_top_k, selection)
         # Rounding can carry the inner product of unit vectors past 1.
         found = [(node, min(1.0, max(-1.0, score))) for node, score in found]
         found = [(node, score) for node, score in found if cutoff is None or score >= cutoff]

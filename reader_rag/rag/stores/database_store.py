@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError, StoreBusyError, StoreError, StoreMismatchError, StoreNotFoundError
-from reader_rag.rag.stores.contract import DocumentStore
+from reader_rag.rag.stores.contract import DocumentStore, Selection
 from reader_rag.rag.stores.database import BATCH, DOCUMENT, KEYWORDS, KIND, NODE_ID, NODE_KEY, ORDER, TENANT, Database
 from reader_rag.rag.stores.identity import identity_of, require_same_model, unit_vectors
 from reader_rag.rag.stores.location import DatabaseUrl
@@ -191,7 +191,7 @@ class DatabaseStore(DocumentStore):
     def _delete_nodes(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
         with self._calling() as database:
             if self._known_dimension() is not None:
-                for condition in self._conditions(node_ids, filters, None):
+                for condition in self._conditions(Selection(node_ids, filters=filters)):
                     database.remove(condition)
 
     def clear(self) -> None:
@@ -216,29 +216,24 @@ class DatabaseStore(DocumentStore):
         with self._calling() as database:
             if self._known_dimension() is None:
                 return []
-            conditions = self._conditions(node_ids, filters, doc_ids)
+            conditions = self._conditions(Selection(node_ids, doc_ids, filters))
             found = [node for condition in conditions for node in database.fetch(condition)]
         found.sort(key=lambda node: int(node.metadata[ORDER]))
         return [_without_added_keys(node) for node in found]
 
-    def _search(
-        self,
-        embedding: list[float],
-        top_k: int,
-        node_ids: list[str] | None,
-        doc_ids: list[str] | None,
-        filters: MetadataFilters | None,
-    ) -> list[tuple[BaseNode, float]]:
+    def _search(self, embedding: list[float], top_k: int, selection: Selection) -> list[tuple[BaseNode, float]]:
         with self._calling() as database:
             dimension = self._known_dimension()
             if dimension is None:
                 return []
             vector = unit_vectors([embedding], dimension, _ANOTHER)[0].tolist()
-            conditions: list[MetadataFilter | MetadataFilters] = [] if filters is None else [filters]
-            if node_ids is not None:
-                conditions.append(_among(NODE_KEY, node_ids))
-            if doc_ids is not None:
-                conditions.append(_among(DOCUMENT, doc_ids))
+            conditions: list[MetadataFilter | MetadataFilters] = (
+                [] if selection.filters is None else [selection.filters]
+            )
+            if selection.node_ids is not None:
+                conditions.append(_among(NODE_KEY, selection.node_ids))
+            if selection.doc_ids is not None:
+                conditions.append(_among(DOCUMENT, selection.doc_ids))
             found = database.nearest(vector, top_k, self._of_tenant(*conditions))
         return [(_without_added_keys(node), score) for node, score in found]
 
@@ -323,10 +318,9 @@ class DatabaseStore(DocumentStore):
             for kind in (Kind.NODE, Kind.RECORD):
                 database.remove(self._of_tenant(_among(DOCUMENT, part), kind=kind))
 
-    def _conditions(
-        self, node_ids: list[str] | None, filters: MetadataFilters | None, doc_ids: list[str] | None
-    ) -> list[MetadataFilters]:
+    def _conditions(self, selection: Selection) -> list[MetadataFilters]:
         """Conditions that together match each chosen node once, each short enough for a database."""
+        node_ids, doc_ids, filters = selection
         always: list[MetadataFilter | MetadataFilters] = [] if filters is None else [filters]
         node_parts = [[]] if node_ids is None else [[_among(NODE_KEY, part)] for part in _parts(node_ids)]
         doc_parts = [[]] if doc_ids is None else [[_among(DOCUMENT, part)] for part in _parts(doc_ids)]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError
-from reader_rag.rag.stores.contract import DocumentStore
+from reader_rag.rag.stores.contract import DocumentStore, Selection
 from reader_rag.rag.stores.flat_index import FlatIndex
 from reader_rag.rag.stores.hybrid import fuse
 from reader_rag.rag.stores.identity import identity_of, unit_vectors
@@ -209,8 +209,8 @@ class FaissStore(DocumentStore):
             rows = [_row(node, vector) for node, vector in zip(latest, vectors, strict=True)]
             old: set[int] = set()
             if index is not None:
-                old.update(index.select(doc_ids=documents))
-                old.update(index.select(node_ids=[row.node_id for row in rows]))
+                old.update(index.select(Selection(doc_ids=documents)))
+                old.update(index.select(Selection([row.node_id for row in rows])))
             self._file.rows.delete_nodes(self._tenant, old)
             self._file.rows.drop_documents(self._tenant, removed)
             self._file.rows.put_documents(self._tenant, records)
@@ -238,7 +238,7 @@ class FaissStore(DocumentStore):
         with self._indexes.reading(self._tenant) as index:
             if index is None:
                 return []
-            return self._nodes(index.select(node_ids=node_ids, doc_ids=doc_ids, filters=filters))
+            return self._nodes(index.select(Selection(node_ids, doc_ids, filters)))
 
     def persist(self, persist_path: str | None = None, fs: Any = None) -> None:
         """Write a copy of the store into another folder. A store on disk needs no saving: each change is on the disk.
@@ -263,28 +263,17 @@ class FaissStore(DocumentStore):
         with self._indexes.locked():
             self._file.copy_to(target)
 
-    def _search(
-        self,
-        embedding: list[float],
-        top_k: int,
-        node_ids: list[str] | None,
-        doc_ids: list[str] | None,
-        filters: MetadataFilters | None,
-    ) -> list[tuple[BaseNode, float]]:
+    def _search(self, embedding: list[float], top_k: int, selection: Selection) -> list[tuple[BaseNode, float]]:
         with self._indexes.reading(self._tenant) as index:
             if index is None:
                 return []
-            allowed = _allowed(index, node_ids, doc_ids, filters)
+            allowed = None if selection == Selection() else index.select(selection)
             found = index.search(unit_vectors([embedding], index.dimension)[0], top_k, allowed)
             nodes = self._nodes([id_ for id_, _ in found])
         return list(zip(nodes, (score for _, score in found), strict=True))
 
     def _search_mmr(
-        self,
-        query: VectorStoreQuery,
-        node_ids: list[str] | None,
-        doc_ids: list[str] | None,
-        options: Mapping[str, Any],
+        self, query: VectorStoreQuery, selection: Selection, options: Mapping[str, Any]
     ) -> list[tuple[BaseNode, float]]:
         assert query.query_embedding is not None  # `query` checks it
         threshold = options.get("mmr_threshold", query.mmr_threshold)
@@ -297,7 +286,7 @@ class FaissStore(DocumentStore):
         with self._indexes.reading(self._tenant) as index:
             if index is None:
                 return []
-            allowed = index.select(node_ids=node_ids, doc_ids=doc_ids, filters=query.filters)
+            allowed = index.select(selection)
             vector = unit_vectors([query.query_embedding], index.dimension)[0]
             near = dict(index.search(vector, int(query.similarity_top_k * factor), allowed))
             vectors = [index.faiss_index.reconstruct(id_).tolist() for id_ in near]
@@ -312,11 +301,7 @@ class FaissStore(DocumentStore):
         return list(zip(nodes, (near[id_] for id_ in chosen), strict=True))
 
     def _search_hybrid(
-        self,
-        query: VectorStoreQuery,
-        node_ids: list[str] | None,
-        doc_ids: list[str] | None,
-        options: Mapping[str, Any],
+        self, query: VectorStoreQuery, selection: Selection, options: Mapping[str, Any]
     ) -> list[tuple[BaseNode, float]]:
         assert query.query_embedding is not None  # `query` checks it
         if query.query_str is None:
@@ -334,7 +319,7 @@ class FaissStore(DocumentStore):
         with self._indexes.reading(self._tenant) as index:
             if index is None:
                 return []
-            allowed = _allowed(index, node_ids, doc_ids, query.filters)
+            allowed = None if selection == Selection() else index.select(selection)
             vector = unit_vectors([query.query_embedding], index.dimension)[0]
             cutoff = options["similarity_cutoff"]
             near = index.search(vector, ranked if cutoff is None else len(index), allowed)
@@ -348,7 +333,7 @@ class FaissStore(DocumentStore):
 
     def _delete_nodes(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
         def change(index: FlatIndex | None, dimension: int | None) -> IndexChange:
-            ids = index.select(node_ids=node_ids, filters=filters) if index is not None else []
+            ids = index.select(Selection(node_ids, filters=filters)) if index is not None else []
             self._file.rows.delete_nodes(self._tenant, ids)
             return ids, ()
 
@@ -364,15 +349,6 @@ class FaissStore(DocumentStore):
     @property
     def _file(self) -> StoreFile:
         return self._indexes.file
-
-
-def _allowed(
-    index: FlatIndex, node_ids: list[str] | None, doc_ids: list[str] | None, filters: MetadataFilters | None
-) -> list[int] | None:
-    """The ids that a search is restricted to; None: all."""
-    if node_ids is None and doc_ids is None and filters is None:
-        return None
-    return index.select(node_ids=node_ids, doc_ids=doc_ids, filters=filters)
 
 
 def _row(node: BaseNode, vector: NDArray[np.float32]) -> NodeRow:

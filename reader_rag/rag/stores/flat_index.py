@@ -14,6 +14,7 @@ from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 from numpy.typing import NDArray
 
 from reader_rag.errors import ConfigError
+from reader_rag.rag.stores.contract import Selection
 
 
 @dataclass(frozen=True)
@@ -78,23 +79,16 @@ class FlatIndex:
             if not siblings:
                 del self._ids_of_document[entry.ref_doc_id]
 
-    def select(
-        self,
-        *,
-        node_ids: Iterable[str] | None = None,
-        doc_ids: Iterable[str] | None = None,
-        filters: MetadataFilters | None = None,
-    ) -> list[int]:
-        """Ids of the vectors that meet every given condition, in ascending order.
+    def select(self, selection: Selection) -> list[int]:
+        """Ids of the vectors of selected nodes, in ascending order.
 
         Args:
-            node_ids: Only vectors of these nodes; None: any.
-            doc_ids: Only vectors of nodes of these documents; None: any.
-            filters: Only vectors of nodes whose metadata meets these conditions; None: any.
+            selection: The conditions on the nodes.
 
         Raises:
             ConfigError: A filter cannot be applied to a value in the metadata.
         """
+        node_ids, doc_ids, filters = selection
         chosen: set[int] = set(self._entries)
         if node_ids is not None:
             chosen &= {self._id_of[n] for n in node_ids if n in self._id_of}
