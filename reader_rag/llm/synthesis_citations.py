@@ -31,7 +31,7 @@ from reader_rag.engine.outputs import Generation, Passage
 from reader_rag.llm.citations import CitedCall, cite_calls
 
 _MOST_CALLS = 256
-"""Of one synthesis; more is what a failed one left behind."""
+"""Most calls of one synthesis that are kept: more are left over from one that failed."""
 
 
 class Synthesis:

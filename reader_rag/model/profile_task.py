@@ -304,8 +304,8 @@ def load_profile(
     if not hasattr(tokenizer, "get_vocab"):  # a benchmark's random weights have no text
         return None, None
     folder, vocabulary = cache_folder() / "profiles", fingerprint(tokenizer.get_vocab())
-    known = next((one for one in _of_every_model(folder) if one.vocabulary == vocabulary), None)
-    if drafting != "tree" or target.fixed is not None or (known is not None and _is_of(known, target, name)):
+    known = next((one for one in _shared_profiles(folder) if one.vocabulary == vocabulary), None)
+    if drafting != "tree" or target.fixed is not None or (known is not None and _was_made_of(known, target, name)):
         return known, None
     builder = ProfileBuilder(target, tokenizer)
     if known is not None:
@@ -318,7 +318,7 @@ def load_profile(
     return Profile(name, vocabulary, builder.tokens), task if computes else None
 
 
-def _of_every_model(folder: Path) -> Iterator[Profile]:
+def _shared_profiles(folder: Path) -> Iterator[Profile]:
     """Profiles that name no model: those in a folder that can be read, then the shipped ones."""
     for path in sorted(folder.glob("*.npz")):
         try:
@@ -331,6 +331,6 @@ def _of_every_model(folder: Path) -> Iterator[Profile]:
     yield from profiles()
 
 
-def _is_of(profile: Profile, target: TargetModel, name: str) -> bool:
+def _was_made_of(profile: Profile, target: TargetModel, name: str) -> bool:
     """Whether a profile was made of this very model, which is known by an alias or its folder."""
     return profile.name in (name, alias_of(str(getattr(target.model.config, "_name_or_path", ""))))

@@ -42,7 +42,7 @@ _VECTORS = ("avx", "amx", "fma", "f16c", "sse4", "neon", "sve", "sme", "dotprod"
 """Prefixes of the names of instruction sets that products are computed with."""
 _LOAD_WEIGHT, _SHAPE_WEIGHT = 0.2, 0.02
 """Weights of a step in the estimated load of the machine, which all sizes share, and in the cost of its size."""
-_TRIED_WEIGHT = 0.25
+_EXPLORED_WEIGHT = 0.25
 """Weight in the cost of its size of an exploratory step; it is greater because there are few of them."""
 _WRONG_WEIGHT = 0.5
 """Weight in the cost of its size of a step that took less than half of it: the cost was measured under load."""
@@ -81,7 +81,7 @@ class StepCosts:
         self._most_rows = max(int(self._rows[-1]), _MOST_ROWS)
         self._load = 0.0
         self._plain_in_a_row = self._drafts = 0
-        self._tries = False
+        self._explores = False
 
     def seconds(self, context: int = 0) -> Float64:
         """float64 [max rows], the time of steps of 1, 2, ... rows behind that many positions."""
@@ -140,8 +140,8 @@ class StepCosts:
         if error > math.log(10):
             return
         self._load += _LOAD_WEIGHT * max(error, -1.0)
-        usual = _TRIED_WEIGHT if self._tries else _SHAPE_WEIGHT
-        self._tries = False
+        usual = _EXPLORED_WEIGHT if self._explores else _SHAPE_WEIGHT
+        self._explores = False
         weight = _WRONG_WEIGHT if error < -math.log(2) else usual
         right = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
         left = max(right - 1, 0)
@@ -185,24 +185,24 @@ class StepCosts:
         times = self.seconds(sum(contexts) // texts)
         # No least gain: costs are learned from the steps, so that what does not pay is found out.
         size, most = kernels.rank(probabilities, depths, stops, ratios, padded, times, 0.0, owners)
-        nodes = np.bincount(owners[: self._tried(size, most, texts)], minlength=texts)
+        nodes = np.bincount(owners[: self._explored_size(size, most, texts)], minlength=texts)
         if padded:
             return [min(len(tree), int(nodes.max())) for tree in trees]
         return [int(count) for count in nodes]
 
-    def _tried(self, size: int, most: int, texts: int) -> int:
-        """The nodes that are tried where `size` of at most `most` pay: now and then others."""
+    def _explored_size(self, size: int, most: int, texts: int) -> int:
+        """How many nodes to verify where `size` of at most `most` pay: now and then others, to explore costs."""
         if size:
             self._drafts += 1
             self._plain_in_a_row = 0
-            self._tries = not self._drafts % _WIDEN_EVERY
-            if not self._tries:
+            self._explores = not self._drafts % _WIDEN_EVERY
+            if not self._explores:
                 return size
             wider = int(np.searchsorted(self._rows, texts + size, side="right"))
             return min(int(self._rows[wider]) - texts if wider < len(self._rows) else 2 * size, most)
         self._plain_in_a_row += bool(most)
-        self._tries = self._plain_in_a_row > _EXPLORE_EVERY
-        if self._tries:
+        self._explores = self._plain_in_a_row > _EXPLORE_EVERY
+        if self._explores:
             self._plain_in_a_row = 0
             return min(most, _EXPLORE_NODES)
         return size
