@@ -55,10 +55,9 @@ class Detokenizer:
             Whether the text has ended at a stop string.
         """
         self._tokens.append(token)
-        old = self._decode(self._prefix, self._read)
-        new = self._decode(self._prefix, len(self._tokens))
-        if len(new) > len(old) and not new.endswith(_REPLACEMENT):
-            self._add(new[len(old) :])
+        new = self._new_text()
+        if new and not new.endswith(_REPLACEMENT):
+            self._add(new)
             self._prefix, self._read = self._read, len(self._tokens)
         self.ends.append(len(self._text))
         return self.stopped
@@ -66,10 +65,8 @@ class Detokenizer:
     def finish(self) -> None:
         """End the text; an incomplete character at the end is decoded as the tokenizer decodes it."""
         if not self.stopped:
-            old = self._decode(self._prefix, self._read)
-            new = self._decode(self._prefix, len(self._tokens))
-            if len(new) > len(old):
-                self._add(new[len(old) :])
+            if new := self._new_text():
+                self._add(new)
                 if self.ends:
                     self.ends[-1] = len(self._text)
             self.stopped = True
@@ -80,6 +77,11 @@ class Detokenizer:
         piece = self._text[self._taken : end]
         self._taken = max(end, self._taken)
         return piece
+
+    def _new_text(self) -> str:
+        """The text of the tokens that are not in the text yet."""
+        known = self._decode(self._prefix, self._read)
+        return self._decode(self._prefix, len(self._tokens))[len(known) :]
 
     def _decode(self, start: int, stop: int) -> str:
         text: str = self._tokenizer.decode(self._tokens[start:stop], skip_special_tokens=True)

@@ -74,44 +74,24 @@ def divide(text: str, headings: Iterable[Heading]) -> Iterator[Section]:
         yield Section(text[start:], metadata, start)
 
 
-class HeadedText:
-    """A text that is made block by block, with headings. Blocks are paragraphs: blank lines are between them."""
+def divide_blocks(blocks: Iterable[tuple[str, int | None]]) -> Iterator[Section]:
+    """Join blocks to one text, with blank lines between them, and divide it at its headings; see `divide`.
 
-    def __init__(self) -> None:
-        self._blocks: list[str] = []
-        self._length = 0
-        self._headings: list[Heading] = []
-
-    def add(self, block: str) -> None:
-        """Add a block; one without text is left out.
-
-        Args:
-            block: Text of a paragraph, a list or a table.
-        """
-        self._append(block)
-
-    def add_heading(self, title: str, level: int) -> None:
-        """Add a heading.
-
-        Args:
-            title: Its text.
-            level: 1 for the topmost; 0 divides the text only.
-        """
-        start = self._append(title)
-        if start is not None:
-            self._headings.append(Heading(start, self._length, level, title))
-
-    def sections(self) -> Iterator[Section]:
-        """The text, divided at the headings."""
-        return divide("\n\n".join(self._blocks), self._headings)
-
-    def _append(self, block: str) -> int | None:
-        if not block.strip():
-            return None
-        start = self._length + 2 * bool(self._blocks)
-        self._blocks.append(block)
-        self._length = start + len(block)
-        return start
+    Args:
+        blocks: The text of each paragraph, list, table or heading, and the level of a heading (1 for the topmost; 0
+            divides the text only), None for others. Blocks without text are left out.
+    """
+    parts: list[str] = []
+    headings: list[Heading] = []
+    length = 0
+    for block, level in blocks:
+        if block.strip():
+            start = length + 2 * bool(parts)
+            length = start + len(block)
+            parts.append(block)
+            if level is not None:
+                headings.append(Heading(start, length, level, block))
+    return divide("\n\n".join(parts), headings)
 
 
 class LabelledLines:

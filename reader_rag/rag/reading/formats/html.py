@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 
-from reader_rag.rag.reading.section import HeadedText, Section
+from reader_rag.rag.reading.section import Section, divide_blocks
 from reader_rag.rag.reading.text import decode
 
 _HEAD_BYTES = 4096  # a page declares its encoding, and what it is, in its first bytes
@@ -40,13 +40,7 @@ def read(data: bytes, suffix: str, encoding: str) -> Iterator[Section]:
         suffix: Unused.
         encoding: Encoding of a page that declares none.
     """
-    text = HeadedText()
-    for block, level in html_blocks(data, encoding):
-        if level is None:
-            text.add(block)
-        else:
-            text.add_heading(block, level)
-    return text.sections()
+    return divide_blocks(html_blocks(data, encoding))
 
 
 def html_text(data: bytes, encoding: str = "utf-8") -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from odfdo import Document, Element
 
 from reader_rag.rag.reading.formats.tables import table_section
-from reader_rag.rag.reading.section import HeadedText, Section, table_block
+from reader_rag.rag.reading.section import Section, divide_blocks, table_block
 
 _PARAGRAPHS = frozenset({"text:p", "text:h"})
 _DROPPED = frozenset({"text:tracked-changes", "text:sequence-decls", "office:forms", "table:shapes", "style:style"})
@@ -31,13 +31,7 @@ def read(data: bytes, suffix: str, encoding: str) -> Iterator[Section]:
         for number, page in enumerate(body.get_elements("draw:page"), start=1):
             yield Section("\n\n".join(block for block, _ in _blocks(page) if block.strip()), {"slide": str(number)})
     else:
-        text = HeadedText()
-        for block, level in _blocks(body):
-            if level is None:
-                text.add(block)
-            else:
-                text.add_heading(block, level)
-        yield from text.sections()
+        yield from divide_blocks(_blocks(body))
 
 
 def _blocks(parent: Element) -> Iterator[tuple[str, int | None]]:

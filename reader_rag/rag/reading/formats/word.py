@@ -13,7 +13,7 @@ from docx.oxml.parser import parse_xml
 from docx.table import Table
 from docx.text.paragraph import Paragraph
 
-from reader_rag.rag.reading.section import HeadedText, Section, table_block
+from reader_rag.rag.reading.section import Section, divide_blocks, table_block
 
 _HEADING = re.compile(r"heading (\d)", re.I)
 _FOOTNOTES = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/footnotes"
@@ -27,20 +27,15 @@ def read(data: bytes, suffix: str, encoding: str) -> Iterator[Section]:
         suffix: Unused.
         encoding: Unused.
     """
-    document: Document = docx.Document(io.BytesIO(data))
-    text = HeadedText()
+    return divide_blocks(_blocks(docx.Document(io.BytesIO(data))))
+
+
+def _blocks(document: Document) -> Iterator[tuple[str, int | None]]:
+    """Paragraphs, tables and footnotes; with its level where one is a heading."""
     for block in document.iter_inner_content():
-        if isinstance(block, Table):
-            text.add(table_block(_rows(block)))
-            continue
-        level = _level(block)
-        if level is None:
-            text.add(block.text)
-        else:
-            text.add_heading(block.text, level)
+        yield (table_block(_rows(block)), None) if isinstance(block, Table) else (block.text, _level(block))
     for note in _footnotes(document):
-        text.add(note)
-    return text.sections()
+        yield note, None
 
 
 def _level(paragraph: Paragraph) -> int | None:
