@@ -79,6 +79,15 @@ class ApiError(HTTPException):
         self.param = param
 
 
+def unknown_document(param: str | None = None) -> ApiError:
+    """The error of an id that no document of the tenant has.
+
+    Args:
+        param: The field with the id; None: it is in the path.
+    """
+    return ApiError(404, "there is no such document", code="document_not_found", param=param)
+
+
 # The first class that an error is an instance of decides.
 _STATUS: tuple[tuple[type[ReaderError], int, str | None], ...] = (
     (BusyError, 429, "queue_full"),

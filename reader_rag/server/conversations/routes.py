@@ -84,9 +84,13 @@ def _owner(caller: Caller) -> Owner:
     return Owner(caller.tenant, caller.key)
 
 
+def _missing() -> ApiError:
+    return ApiError(404, "there is no such conversation", code="conversation_not_found")
+
+
 def _found(conversation: Conversation | None) -> Conversation:
     if conversation is None:
-        raise ApiError(404, "there is no such conversation", code="conversation_not_found")
+        raise _missing()
     return conversation
 
 
@@ -138,7 +142,7 @@ def change(
 def remove(service: ServiceDep, caller: CallerDep, conversation: ConversationId) -> Removed:
     """Remove a conversation."""
     if not _kept(service).delete(_owner(caller), conversation):
-        _found(None)
+        raise _missing()
     return Removed(id=conversation)
 
 

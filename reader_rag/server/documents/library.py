@@ -20,7 +20,7 @@ from reader_rag.config import ServerConfig
 from reader_rag.errors import StoreWriteError
 from reader_rag.rag.stores.contract import DocumentRecord, DocumentStore
 from reader_rag.server.documents.text import DocumentText, document_id, document_text
-from reader_rag.server.errors import ApiError
+from reader_rag.server.errors import ApiError, unknown_document
 
 _ORIGINALS = "originals"
 _TRASH = "trash"
@@ -133,7 +133,7 @@ class Library:
         for record in self.records(tenant):
             if document_id(record.path) == id_:
                 return record
-        raise ApiError(404, "there is no such document", code="document_not_found")
+        raise unknown_document()
 
     def text(self, tenant: str, record: DocumentRecord) -> DocumentText:
         """The text of a document.

@@ -20,7 +20,7 @@ from reader_rag.server.access import Caller, CallerDep, ServiceDep
 from reader_rag.server.documents.jobs import Jobs, JobState, Upload
 from reader_rag.server.documents.library import Library, safe_name
 from reader_rag.server.documents.text import document_id
-from reader_rag.server.errors import ApiError
+from reader_rag.server.errors import ApiError, unknown_document
 from reader_rag.server.service import EVENT_STREAM, Service
 
 router = APIRouter(prefix="/api", tags=["documents"])
@@ -219,7 +219,7 @@ def list_documents(
     )
     ids = [document_id(record.path) for record in records]
     if after is not None and after not in ids:
-        raise ApiError(404, "there is no such document", code="document_not_found", param="after")
+        raise unknown_document("after")
     begin = 0 if after is None else ids.index(after) + 1
     shown = records[begin : begin + limit]
     infos = [DocumentInfo(**asdict(library.summary(caller.tenant, record))) for record in shown]

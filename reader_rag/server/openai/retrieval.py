@@ -17,7 +17,7 @@ from reader_rag.rag.prompts import CHAT_CONTEXT, CHAT_SYSTEM, CONDENSE
 from reader_rag.rag.stores.contract import DocumentStore
 from reader_rag.rag.surroundings import Surroundings
 from reader_rag.server.documents.text import document_id
-from reader_rag.server.errors import ApiError
+from reader_rag.server.errors import ApiError, unknown_document
 from reader_rag.server.openai.schemas import ReaderOptions
 from reader_rag.server.service import Service
 
@@ -234,5 +234,5 @@ def _documents(store: DocumentStore, options: ReaderOptions) -> list[str] | None
     known = {document_id(record.path): record.path for record in store.documents()}
     for id_ in options.documents:
         if id_ not in known:
-            raise ApiError(404, "there is no such document", code="document_not_found", param="reader.documents")
+            raise unknown_document("reader.documents")
     return [known[id_] for id_ in options.documents]
