@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reader_rag.config import DraftConfig, SamplingParams
+from reader_rag.draft.source import Budget, Proposal, RequestState, Verified
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import CopiedSpan, Generation, Passage
 
@@ -148,23 +150,48 @@ def test_an_empty_passage_is_nothing(engine: Engine) -> None:
     assert say(engine, "abc", "abc", [Passage("p", ""), Passage("q", " \n")]).copied == ()
 
 
+class _WaitsAfterOneStep:
+    """A draft source that proposes nothing, and holds up the second decode step until `closed` is set."""
+
+    needs_hidden_states = False
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def propose(self, state: RequestState, budget: Budget) -> Proposal:
+        if len(state.tokens) > state.prompt_length + 1:
+            self.closed.wait(60)
+        return Proposal.chain([])
+
+    def observe(self, verified: Verified) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
 def test_a_closed_stream_still_knows_what_was_copied(engine: Engine) -> None:
     passage = Passage("p", "KLMN 789 QRST")
     encoded = engine.encode("?")
     tokens = engine.context.tokenize(passage.text).token_ids
+    waiting = _WaitsAfterOneStep()
     stream = engine.submit(
         encoded,
         SamplingParams(max_tokens=len(tokens)),
         [passage],
         draft=DraftConfig(max_nodes=4, max_successors=0, calibrates=False),
         sampler=lambda verified: lambda row: tokens[verified.position(row) - 1],
+        draft_sources=[lambda: waiting],
     )
-    next(stream)
-    next(stream)
-    during = stream.result.copied
-    stream.close()
-    assert during == stream.result.copied
-    assert quotes(stream.result) == [("p", "KLMN 7")]
+    try:
+        next(stream)
+        next(stream)
+        during = stream.result.copied
+        stream.close()
+        assert during == stream.result.copied
+        assert quotes(stream.result) == [("p", "KLMN 7")]
+    finally:
+        waiting.closed.set()
 
 
 texts = st.one_of(st.text("ab é€", min_size=1, max_size=25), st.text("ab é", min_size=12, max_size=25))
