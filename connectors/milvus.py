@@ -29,9 +29,6 @@ from reader_rag.errors import (
     StoreBusyError,
     StoreConnectionError,
     StoreError,
-    StoreMismatchError,
-    StoreNotFoundError,
-    StoreWriteError,
 )
 from reader_rag.rag.stores.database import KEYWORDS, ORDER, TENANT, Database
 from reader_rag.rag.stores.database_store import DatabaseStore
@@ -148,6 +145,8 @@ class MilvusDatabase(Database):
         StoreError: Milvus does not answer, or the file cannot be used.
     """
 
+    product = "Milvus"
+
     def __init__(self, url: DatabaseUrl) -> None:
         if not _NAME.fullmatch(url.collection):
             raise ConfigError(
@@ -180,11 +179,9 @@ class MilvusDatabase(Database):
         except MilvusException as error:
             raise self._store_error(error) from error
         except grpc.RpcError as error:
-            raise StoreConnectionError(self._unreachable(first_line(error))) from error
+            raise self.unreachable(first_line(error)) from error
         except OSError as error:
-            raise StoreWriteError(
-                f"{self.location} cannot be read or written ({error}); check permissions and free space"
-            ) from error
+            raise self.not_accessible(error) from error
 
     def dimension(self) -> int | None:
         """Length of the collection's vectors; None if there is no collection.
@@ -200,9 +197,7 @@ class MilvusDatabase(Database):
             for field in self._client.describe_collection(self._url.collection, timeout=_TIMEOUT_S)["fields"]
         }
         if not {_ID, _TEXT, _VECTOR, ORDER, *KEYWORDS} <= fields.keys():
-            raise StoreMismatchError(
-                f"the collection at {self.location} was made by another program: use another collection name"
-            )
+            raise self.foreign()
         return int(fields[_VECTOR]["params"]["dim"])
 
     def create(self, dimension: int) -> None:
@@ -338,7 +333,7 @@ class MilvusDatabase(Database):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StoreError(f"the store {self.location} is closed; open it again")
+            raise self.closed()
 
     def _store_error(self, error: MilvusException) -> StoreError:
         reason = first_line(error.message)
@@ -348,20 +343,15 @@ class MilvusDatabase(Database):
                 "Milvus server), or it is not a database of Milvus Lite"
             )
         if error.code == ErrorCode.COLLECTION_NOT_FOUND:
-            return StoreNotFoundError(
-                f"the collection at {self.location} does not exist any more: ingest the documents again"
-            )
+            return self.missing()
         if error.code == grpc.StatusCode.UNAUTHENTICATED or "auth" in reason:
             return StoreConnectionError(
                 f"Milvus at {self.location} refuses access: put its token into {TOKEN_VARIABLE}"
             )
         # Where the network fails, the client sets gRPC's status in place of Milvus's error code.
         if error.code == _UNAVAILABLE or not isinstance(error.code, int):
-            return StoreConnectionError(self._unreachable(reason))
+            return self.unreachable(reason)
         return StoreError(f"Milvus at {self.location} refused a request ({reason}): see its log")
-
-    def _unreachable(self, reason: str) -> str:
-        return f"Milvus does not answer at {self.location} ({reason}): start it, or check host and port"
 
 
 def to_milvus(filters: MetadataFilters) -> str:

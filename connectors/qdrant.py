@@ -26,9 +26,6 @@ from reader_rag.errors import (
     StoreBusyError,
     StoreConnectionError,
     StoreError,
-    StoreMismatchError,
-    StoreNotFoundError,
-    StoreWriteError,
 )
 from reader_rag.rag.stores.database import KEYWORDS, TENANT, Database
 from reader_rag.rag.stores.database_store import DatabaseStore
@@ -104,6 +101,8 @@ class QdrantDatabase(Database):
         StoreError: The folder cannot be used, or the client cannot be made.
     """
 
+    product = "Qdrant"
+
     def __init__(self, url: DatabaseUrl) -> None:
         self.location = str(url)
         self._url = url
@@ -126,20 +125,16 @@ class QdrantDatabase(Database):
         except UnexpectedResponse as error:
             raise self._response_error(error) from error
         except (ResponseHandlingException, ApiException, ConnectionError) as error:
-            raise StoreConnectionError(
-                f"Qdrant does not answer at {self.location} ({first_line(error)}): start it, or check host and port"
-            ) from error
+            raise self.unreachable(first_line(error)) from error
         except (OSError, sqlite3.Error) as error:
-            raise StoreWriteError(
-                f"{self.location} cannot be read or written ({error}); check permissions and free space"
-            ) from error
+            raise self.not_accessible(error) from error
         except RuntimeError as error:
             if "already accessed" in str(error):
                 raise StoreBusyError(
                     f"another process uses {self._url.path}: wait until it has finished, or run a Qdrant server"
                 ) from error
             if "closed" in str(error):
-                raise StoreError(f"the store {self.location} is closed; open it again") from error
+                raise self.closed() from error
             raise
 
     def dimension(self) -> int | None:
@@ -152,9 +147,7 @@ class QdrantDatabase(Database):
             return None
         vectors = self._client.get_collection(self._url.collection).config.params.vectors
         if not isinstance(vectors, dict) or _VECTOR not in vectors:
-            raise StoreMismatchError(
-                f"the collection at {self.location} was made by another program: use another collection name"
-            )
+            raise self.foreign()
         return int(vectors[_VECTOR].size)
 
     def create(self, dimension: int) -> None:
@@ -265,9 +258,7 @@ class QdrantDatabase(Database):
                 f"Qdrant at {self.location} refuses access ({error.status_code}): put its key into {API_KEY_VARIABLE}"
             )
         if error.status_code == 404:
-            return StoreNotFoundError(
-                f"the collection at {self.location} does not exist any more: ingest the documents again"
-            )
+            return self.missing()
         content = error.content.decode(errors="replace")[:200]
         return StoreError(
             f"Qdrant at {self.location} refused a request ({error.status_code}: {one_line(content)}): see its log"

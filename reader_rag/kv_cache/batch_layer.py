@@ -157,9 +157,7 @@ class BatchLayer(CacheLayerMixin):
 
     @property
     def _states(self) -> list[torch.Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        return [self.keys, self.values]
+        return _tensors(self)
 
     def _set(self, states: list[torch.Tensor]) -> None:
         self.keys, self.values = states
@@ -188,7 +186,8 @@ class BatchLayer(CacheLayerMixin):
         return sum(states.nbytes for states in self._states) if self.is_initialized else 0
 
 
-def _tensors(layer: TreeLayer) -> list[torch.Tensor]:
+def _tensors(layer: TreeLayer | BatchLayer) -> list[torch.Tensor]:
+    """Keys and values of a layer."""
     assert layer.keys is not None
     assert layer.values is not None
     return [layer.keys, layer.values]

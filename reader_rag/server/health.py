@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
@@ -10,6 +10,8 @@ from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
 from reader_rag import __version__
+from reader_rag.config import ServerConfig
+from reader_rag.config.setting import settings_of
 from reader_rag.errors import ReaderError
 from reader_rag.server.access import CallerDep, ServiceDep
 from reader_rag.server.errors import ApiError
@@ -24,14 +26,19 @@ class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
+def _limit(name: str) -> Any:
+    """A field with the documentation of a setting of the service."""
+    return Field(description=settings_of(ServerConfig)[name][2].doc)
+
+
 class SessionLimits(BaseModel):
     """What a client may send."""
 
-    body_bytes: int = Field(description="Most bytes of a request's body, uploads excepted.")
-    upload_bytes: int = Field(description="Most bytes of one upload with all its files.")
-    file_bytes: int = Field(description="Most bytes of one uploaded file.")
-    files_per_request: int = Field(description="Most files of one upload.")
-    undo_seconds: float = Field(description="Seconds in which a deleted document can be restored.")
+    body_bytes: int = _limit("body_bytes")
+    upload_bytes: int = _limit("upload_bytes")
+    file_bytes: int = _limit("file_bytes")
+    files_per_request: int = _limit("files_per_request")
+    undo_seconds: float = _limit("undo_seconds")
 
 
 class Session(BaseModel):
@@ -74,18 +81,11 @@ async def metrics(request: Request) -> PlainTextResponse:
 @router.get("/api/session", tags=["session"])
 async def session(service: ServiceDep, caller: CallerDep) -> Session:
     """What a client has to know before it asks."""
-    config = service.config
     return Session(
         auth="none" if service.keys is None else "key",
         tenant_name=caller.tenant,
         models=service.models,
         docs_model=service.docs_model,
-        limits=SessionLimits(
-            body_bytes=config.body_bytes,
-            upload_bytes=config.upload_bytes,
-            file_bytes=config.file_bytes,
-            files_per_request=config.files_per_request,
-            undo_seconds=config.undo_seconds,
-        ),
+        limits=SessionLimits.model_validate(service.config, from_attributes=True),
         version=__version__,
     )

@@ -98,7 +98,7 @@ class _Body:
             length: The header.
         """
         if length is not None and length.isdecimal() and int(length) > self._most:
-            raise self._refuse(413, f"the body has more than {self._most} bytes, the most that is taken")
+            raise self._refuse_length()
 
     async def receive(self) -> Message:
         """The next part of the body, or that the client has gone."""
@@ -117,8 +117,11 @@ class _Body:
         self._received += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         if self._received > self._most:
-            raise self._refuse(413, f"the body has more than {self._most} bytes, the most that is taken")
+            raise self._refuse_length()
         return message
+
+    def _refuse_length(self) -> ApiError:
+        return self._refuse(413, f"the body has more than {self._most} bytes, the most that is taken")
 
     def _refuse(self, status: int, message: str) -> ApiError:
         self.refusal = ApiError(status, message, headers={"Connection": "close"})

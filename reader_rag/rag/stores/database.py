@@ -5,10 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import MetadataFilters
+
+from reader_rag.errors import (
+    StoreConnectionError,
+    StoreError,
+    StoreMismatchError,
+    StoreNotFoundError,
+    StoreWriteError,
+)
 
 # Keys that `DatabaseStore` adds to a node's metadata in the database. Names are stored as hashes, so that filters do
 # not depend on how a database quotes their characters.
@@ -22,12 +30,40 @@ class Database(ABC):
     """A collection of a vector database. The methods may raise the client's own errors: `errors` translates them.
 
     Attributes:
+        product: Name of the database, for messages.
         location: URL of the collection, without secrets.
         lock: Held during each call; `nullcontext()` for a database whose client is thread safe.
     """
 
+    product: ClassVar[str]
     location: str
     lock: AbstractContextManager[Any]
+
+    def unreachable(self, reason: str) -> StoreConnectionError:
+        """The error where the database does not answer; `reason` in a few words."""
+        return StoreConnectionError(
+            f"{self.product} does not answer at {self.location} ({reason}): start it, or check host and port"
+        )
+
+    def not_accessible(self, error: Exception) -> StoreWriteError:
+        """The error where files of an embedded database cannot be read or written."""
+        return StoreWriteError(f"{self.location} cannot be read or written ({error}); check permissions and free space")
+
+    def foreign(self) -> StoreMismatchError:
+        """The error of a collection that is no store."""
+        return StoreMismatchError(
+            f"the collection at {self.location} was made by another program: use another collection name"
+        )
+
+    def missing(self) -> StoreNotFoundError:
+        """The error of a collection that was deleted meanwhile."""
+        return StoreNotFoundError(
+            f"the collection at {self.location} does not exist any more: ingest the documents again"
+        )
+
+    def closed(self) -> StoreError:
+        """The error of a call after `close`."""
+        return StoreError(f"the store {self.location} is closed; open it again")
 
     @property
     @abstractmethod
