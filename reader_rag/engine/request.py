@@ -258,7 +258,8 @@ class RequestBuilder:
             branches=draft.model_branches,
             sampler=drawn,
         )
-        return [ModelSource(self.draft_model.open(wanted), wanted, self.draft_model.tally)]
+        model = self.draft_model
+        return [ModelSource(model.open(wanted), wanted, model.tally, model.name)]
 
     def _checked(self, prompt: Prompt) -> Prompt:
         """The prompt, with a tuple of integers as token ids."""

@@ -131,14 +131,19 @@ class ModelSource:
         stream: The model on the request's sequence.
         request: The request.
         tally: Counts what is drafted; None: nothing counts.
+        name: Of the model, in messages and metrics.
 
     Attributes:
+        name: As given.
         needs_hidden_states: Whether the model computes from hidden states of the target.
         hidden_layers: The layers whose outputs it needs.
         nbytes: Most bytes that the model holds for the request.
     """
 
-    def __init__(self, stream: Stream, request: DraftRequest, tally: DraftTally | None = None) -> None:
+    def __init__(
+        self, stream: Stream, request: DraftRequest, tally: DraftTally | None = None, name: str = "draft model"
+    ) -> None:
+        self.name = name
         self.hidden_layers = stream.hidden_layers
         self.needs_hidden_states = bool(stream.hidden_layers)
         self.nbytes = stream.nbytes
