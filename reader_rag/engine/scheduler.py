@@ -83,10 +83,6 @@ class _Queue:
     def append(self, row: _Row) -> None:
         self._by_tenant.setdefault(row.sequence.request.tenant, deque()).append(row)
 
-    def first(self) -> _Row | None:
-        """The next request to be admitted."""
-        return next(iter(self), None)
-
     def remove(self, row: _Row, *, admitted: bool = False) -> None:
         """Take a request out; if it was admitted, its tenant's next one waits until every other tenant had a turn."""
         tenant = row.sequence.request.tenant
@@ -355,7 +351,7 @@ class Scheduler:
     def _admit(self) -> bool:
         """Admit requests from the queue to the batch; returns whether any was admitted."""
         admitted = False
-        while len(self._rows) < self.max_rows and (row := self._waiting.first()) is not None:
+        while len(self._rows) < self.max_rows and (row := next(iter(self._waiting), None)) is not None:
             if self._bytes_of([*self._rows, row]) > self.max_cache_bytes:
                 break
             self._waiting.remove(row, admitted=True)
