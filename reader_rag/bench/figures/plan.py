@@ -184,8 +184,8 @@ _TYPES: Mapping[str, tuple[str, ...]] = {
     "int8": ("--quantization", "int8"),
 }
 """Options by type of the weights."""
-_STARTING_MINUTES = 1.5
-"""Of a budget: loading a model, compiling loops, and the prompt that runs when the time is over."""
+_STARTING_MINUTES = 3.0
+"""Of a budget: loading or quantising a model, compiling loops, and the prompt that runs when the time is over."""
 
 
 def _generate(inputs: Inputs, label: str, minutes: float, *options: str, categories: str, limit: int) -> Part:
@@ -253,7 +253,12 @@ def _exactness(inputs: Inputs) -> Section:
 
 def _memory(inputs: Inputs) -> Section:
     parts = tuple(
-        Part(label, ("bench", "load-memory", "--model", inputs.model, *options, "--json"), 1.0)
+        # The first start in int8 quantises the model.
+        Part(
+            label,
+            ("bench", "load-memory", "--model", inputs.model, *options, "--json"),
+            3.0 if label == "int8" else 1.0,
+        )
         for label, options in _TYPES.items()
     )
     return Section(
