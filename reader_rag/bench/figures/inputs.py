@@ -16,7 +16,7 @@ _SAYINGS = (
     "a rose is a rose is a rose is a",
 )
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-_QUICK_MINUTES = 10.0
+_QUICK_MINUTES = 60.0
 
 
 def chosen_prompts(prompts: Path | None, each: int, work: Path) -> tuple[Path, tuple[str, ...], str]:
