@@ -30,6 +30,7 @@ class Eagle3Config:
     Attributes:
         layer: Its decoder layers, and the rotary encoding.
         target_width: Width of the target's hidden states.
+        target_vocabulary: Tokens of the target's embedding and of its output head.
         hidden_layers: Layers of the target whose outputs it takes, ascending: n is the output of the n-th layer.
         draft_vocabulary: Tokens that it can draft.
         norms_queries: Whether queries and keys are normalised (Qwen3).
@@ -41,6 +42,7 @@ class Eagle3Config:
 
     layer: LlamaConfig
     target_width: int
+    target_vocabulary: int
     hidden_layers: tuple[int, ...]
     draft_vocabulary: int
     norms_queries: bool = False
@@ -50,7 +52,7 @@ class Eagle3Config:
     norm_output: bool = False
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], name: str, layers: int) -> Eagle3Config:
+    def of(cls, config: Mapping[str, Any], name: str, layers: int, vocabulary: int) -> Eagle3Config:
         """Read a `config.json`.
 
         Args:
@@ -58,6 +60,7 @@ class Eagle3Config:
             name: The head's name in messages.
             layers: Decoder layers of the target, for the default of `hidden_layers`: the second, the middle one, and
                 the third from the end.
+            vocabulary: Tokens of the target's embedding and of its output head.
 
         Raises:
             UnsupportedModelError: It is another kind of head, or a part of it is not known here.
@@ -81,6 +84,7 @@ class Eagle3Config:
         return cls(
             layer=layer,
             target_width=int(config.get("target_hidden_size") or layer.hidden_size),
+            target_vocabulary=vocabulary,
             hidden_layers=tuple(sorted({int(n) for n in given})),
             draft_vocabulary=int(config.get("draft_vocab_size") or layer.vocab_size),
             norms_queries=layer_kind == "qwen3",

@@ -143,10 +143,10 @@ class Eagle3Head(nn.Module):
             self.norm = LlamaRMSNorm(width, layer.rms_norm_eps)
             self.lm_head: nn.Module = nn.Linear(width, config.draft_vocabulary, bias=False)
         self.rotary = LlamaRotaryEmbedding(layer)
-        sizes = ((embedding, "num_embeddings", layer.vocab_size), (output, "out_features", config.draft_vocabulary))
+        same_width = layer.hidden_size == config.target_width
         self._shared = {
-            part: (module, getattr(module, size, None) == count)
-            for part, (module, size, count) in zip(("embed_tokens", "lm_head"), sizes, strict=True)
+            "embed_tokens": (embedding, same_width and config.target_vocabulary == layer.vocab_size),
+            "lm_head": (output, same_width and config.target_vocabulary == config.draft_vocabulary),
         }
 
     def load(self, weights: Mapping[str, torch.Tensor], name: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -118,7 +118,7 @@ def _head(config: dict[str, Any], source: Path | str, name: str, parts: TargetPa
 
     target: Any = parts.target.model
     layers, width = parts.target.layer_count, int(parts.target.config.hidden_size)
-    parsed = Eagle3Config.of(config, name, layers)
+    parsed = Eagle3Config.of(config, name, layers, int(parts.target.config.vocab_size))
     if parsed.target_width != width:
         raise ConfigError(
             f"{name} is a head for a model with hidden states of {parsed.target_width} numbers, and {parts.name} has "

@@ -28,6 +28,7 @@ from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ConfigError, ModelError, ReaderWarning, UnsupportedModelError
 from reader_rag.kv_cache.layer_states import LayerStates
 from reader_rag.kv_cache.tree_cache import TreeCache
+from reader_rag.model.quantization.loader import quantise_in_memory
 
 TOKENS = 23
 CHAIN = DraftConfig(max_nodes=16, max_successors=0, calibrates=False, model_branches=1)
@@ -253,6 +254,15 @@ class TestHead:
         assert all(len(tokens) == 16 for _, tokens in proposals[:-4])
         if draft_vocabulary is not None:
             assert drafted <= set(np.linspace(0, VOCABULARY - 1, 40).astype(int).tolist())
+
+    def test_an_int8_model_shares_its_embedding_and_its_output_head(
+        self, make_engine: Callable[..., Engine], tmp_path: Path, proposals: list[tuple[int, list[int]]]
+    ) -> None:
+        model = quantise_in_memory(make_model("Llama", LAYERS), torch.bfloat16)
+        head = make_head(tmp_path / "head", model.config, scale=0.2, own_embedding=False, own_output=False)
+        engine, prompt = make_engine(model, draft_model=head), prompt_of(12)
+        assert answer(engine, prompt).token_ids == answer(engine, prompt, speculate=False).token_ids
+        assert any(drafted for _, drafted in proposals)
 
     def test_drafts_do_not_depend_on_how_the_states_came(
         self, make_engine: Callable[..., Engine], tmp_path: Path
