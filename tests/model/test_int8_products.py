@@ -103,13 +103,14 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(limbs: int) -> None
         assert torch.equal(layer(torch.from_numpy(rows[:count])), together[:count])
 
 
-def test_queries_keys_and_values_are_one_product() -> None:
+@pytest.mark.parametrize("limbs", [1, 2])
+def test_queries_keys_and_values_are_one_product(limbs: int) -> None:
     parts = [random_weight(features, 24, seed) for seed, features in enumerate((48, 16, 16))]
-    layers = [Int8Linear(part) for part in parts]
+    layers = [Int8Linear(part, None, limbs) for part in parts]
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
     expected = [layer(x) for layer in layers]
     fused = fuse(layers)
-    room = quantised_rows(5, 6, 1)
+    room = quantised_rows(5, 6, limbs)
     heads = Heads(*(np.zeros((8, part.values.shape[0]), np.float32) for part in parts))
     kernels.quantise_rows(x.numpy(), 5, room)
     kernels.project_heads(room, 5, fused, heads)
