@@ -7,6 +7,7 @@ import typer
 from reader_rag.bench.datastore.commands import datastore
 from reader_rag.bench.figures.commands import report
 from reader_rag.bench.generate.commands import cache, generate, speed_bench
+from reader_rag.bench.gpu.commands import gpu
 from reader_rag.bench.load.commands import load, load_memory
 from reader_rag.bench.replay.commands import calibrate, drafting, recall, record, replay
 from reader_rag.bench.vllm.commands import vllm, vllm_costs, vllm_stress
@@ -17,6 +18,7 @@ for _command, _example in (
     (generate, "generate --prompts prompts.jsonl --categories rag --limit 10 --dtype bfloat16"),
     (report, "report --out docs/benchmarks/report --update README.md"),
     (speed_bench, "speed-bench --data ~/speed --splits qualitative,throughput_1k --limit 5"),
+    (gpu, "gpu --model 8b/config.json --replay traces.jsonl --out gpu.md"),
     (load, "load --prompts prompts.jsonl --categories rag --limit 10"),
     (load_memory, "load-memory --shape qwen2.5-0.5b --quantization int8"),
     (replay, "replay traces.jsonl --top8 traces.npz --nodes 64"),

@@ -214,8 +214,9 @@ class DecodeSequence:
     @property
     def wants_logits(self) -> bool:
         """Whether more of its logits is used than their best tokens: to sample, to report or to constrain."""
-        request = self.request
-        return request.sampler is not greedy or request.params.logprobs is not None or request.params.record_margins
+        request, sampler = self.request, self.request.sampler
+        chooses = sampler is not greedy and getattr(sampler, "needs_logits", True)
+        return chooses or request.params.logprobs is not None or request.params.record_margins
 
     def learn_asked(self, positions: NDArray[np.int32], logits: torch.Tensor, top: TopK | None) -> None:
         """Learn what follows positions of the prompt.

@@ -176,11 +176,16 @@ class CheckedSampler:
     Args:
         sampler: The sampler.
         vocabulary: Number of token ids that the model has.
+
+    Attributes:
+        needs_logits: Whether it reads more of `Verified` than `argmax` where that is known; a sampler without this
+            attribute does.
     """
 
     def __init__(self, sampler: Sampler, vocabulary: int) -> None:
         self._sampler = sampler
         self._vocabulary = vocabulary
+        self.needs_logits = bool(getattr(sampler, "needs_logits", True))
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
         """Prepare the choice; arguments and result of a `Sampler`."""

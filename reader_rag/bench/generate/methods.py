@@ -48,6 +48,8 @@ class _Forced:
         tokens: Token ids of the trace's answer.
     """
 
+    needs_logits = False
+
     def __init__(self, prompt_tokens: int, tokens: tuple[int, ...]) -> None:
         self._prompt_tokens = prompt_tokens
         self._tokens = tokens

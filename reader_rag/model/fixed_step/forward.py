@@ -71,7 +71,8 @@ class StepForward:
         """
         inputs, cache = self._inputs.views(shape), self._cache
         rows = torch.arange(shape.first, shape.first + shape.rows, device=inputs.tokens.device)[:, None]
-        cache.write(rows, inputs.targets, cache.read(rows, inputs.sources))
+        if shape.moves:
+            cache.write(rows, inputs.targets, cache.read(rows, inputs.sources))
         self.has_moved = True
         masks = {kind: self._to_backend(mask) for kind, mask in step_masks(self._kinds, inputs, shape.shown).items()}
         wanted = {"output_hidden_states": True} if self._layers else {}

@@ -26,6 +26,7 @@ class StepShape(NamedTuple):
         width: Positions of each.
         shown: Columns attended to, a power of two.
         generation: Of the cache's buffers: a recorded pass refers to their addresses.
+        moves: Whether it moves what the last step accepted; behind plain steps and chains nothing is to be moved.
     """
 
     first: int
@@ -33,6 +34,7 @@ class StepShape(NamedTuple):
     width: int
     shown: int
     generation: int
+    moves: bool = False
 
     @property
     def positions(self) -> int:

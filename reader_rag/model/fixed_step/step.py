@@ -180,7 +180,7 @@ class FixedStep:
         width = width_for(max(moves, *(len(step.tree) + 1 for step in steps)))
         if width > widest(count):
             return None, []
-        return StepShape(0, count, width, shown_for(longest + width), self.cache.generation), rows
+        return StepShape(0, count, width, shown_for(longest + width), self.cache.generation, moves > 0), rows
 
     def _passed(
         self,

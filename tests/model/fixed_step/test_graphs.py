@@ -56,7 +56,7 @@ def test_replays_are_right_for_other_sequences_lengths_and_trees(name: str) -> N
     target, step = fixed_target(name, recorder=CallRecorder())
     other = Target(make_model(name), forward="torch")
     twins = [Twins(target, other, n, 9 + 2 * n) for n in range(4)]
-    for round_ in range(14):
+    for round_ in range(30):
         run_and_check(step, twins, round_, 9)
         if round_ == 8:
             twins.pop(1).fixed.release()
@@ -72,13 +72,14 @@ def test_every_number_of_the_shape_is_a_key(dynamic: Target) -> None:
     twins = [Twins(target, dynamic, n, 20) for n in range(2)]
     warm(step, twins)  # rows
     warm(step, [Twins(target, dynamic, 5, 90)])  # columns
-    warm(step, [twins[0]], most=4)  # widths
+    warm(step, [twins[0]], 40, most=4)  # widths, with and without moves
     shapes = step.graphs.shapes
     assert len(shapes) == len(set(shapes))
     assert len({shape.generation for shape in shapes}) == 1
     assert {shape.rows for shape in shapes} >= {1, 4}
     assert {shape.shown for shape in shapes} >= {64, 128}
     assert {shape.width for shape in shapes} >= {1, 4}
+    assert {shape.moves for shape in shapes} == {False, True}
 
 
 def test_buffers_that_are_allocated_anew_drop_what_refers_to_the_old_ones(dynamic: Target) -> None:
@@ -177,9 +178,9 @@ def test_cuda_graphs_replay_the_steps_of_the_dynamic_step(name: str) -> None:
     step = add_fixed_step(target, "auto", name=name)
     assert step is not None
     twins = [Twins(target, other, n, 9 + 2 * n) for n in range(4)]
-    for round_ in range(14):
+    for round_ in range(30):
         run_and_check(step, twins, round_, 9)
     assert step.graphs.replays >= 10
     assert not step.graphs.refused
-    assert step.transfers.to_device_calls >= 14
+    assert step.transfers.to_device_calls >= 30
     assert models[0].config.vocab_size == VOCABULARY

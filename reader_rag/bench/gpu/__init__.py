@@ -1,0 +1,1 @@
+"""What is to be known about a GPU, measured by one command."""
