@@ -167,8 +167,8 @@ def _pass_over(
 ) -> dict[DecodeSequence, _Verified]:
     asking = [sequence for sequence in steps if sequence in asked]
     found = _passed(context, steps, [Asked(sequence.prompt_states, asked[sequence]) for sequence in asking])
-    verified = {sequence: _Verified(*one[:2]) for sequence, one in zip(steps, found[: len(steps)], strict=True)}
-    for sequence, (rows, top, _) in zip(asking, found[len(steps) :], strict=True):
+    verified = {sequence: _Verified(*one) for sequence, one in zip(steps, found[: len(steps)], strict=True)}
+    for sequence, (rows, top) in zip(asking, found[len(steps) :], strict=True):
         verified[sequence] = verified[sequence]._replace(asked=rows, asked_top=top)
     return verified
 

@@ -158,17 +158,37 @@ def recording(layers: Sequence[nn.Module], parts: Sequence[tuple[LayerOutputs | 
         layers: The decoder layers.
         parts: For each text of the pass its receiver, None: its states are dropped, and how many of its rows count.
     """
-    wanted = sorted({layer for outputs, _ in parts if outputs is not None for layer in outputs.layers})
-    found: dict[int, torch.Tensor] = {}
-    hooks = [_hook(layers, layer, found) for layer in wanted]
-    try:
+    with noting(layers, wanted_layers([outputs for outputs, _ in parts])) as found:
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
     for text, (outputs, rows) in enumerate(parts):
         if outputs is not None:
             outputs.receive(torch.stack([found[layer][text, :rows] for layer in outputs.layers], dim=1))
+
+
+def wanted_layers(receivers: Sequence[LayerOutputs | None]) -> tuple[int, ...]:
+    """All layers whose outputs some receivers want, in order.
+
+    Args:
+        receivers: Receivers; None wants none.
+    """
+    return tuple(sorted({layer for outputs in receivers if outputs is not None for layer in outputs.layers}))
+
+
+@contextmanager
+def noting(layers: Sequence[nn.Module], wanted: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Notes the outputs of layers, [texts, rows, width], in a model's own pass meanwhile.
+
+    Args:
+        layers: The decoder layers.
+        wanted: Which of them, as in `LayerStates`.
+    """
+    found: dict[int, torch.Tensor] = {}
+    hooks = [_hook(layers, layer, found) for layer in wanted]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _hook(layers: Sequence[nn.Module], layer: int, found: dict[int, torch.Tensor]) -> Any:

@@ -43,12 +43,10 @@ class Passed(NamedTuple):
     Attributes:
         logits: [1 + nodes, vocabulary], after the root and after each node.
         top: Their best tokens; None: not computed yet.
-        hidden: [layers, 1 + nodes, size], hidden states behind the layers that were configured; None: of no layer.
     """
 
     logits: torch.Tensor
     top: TopK | None
-    hidden: torch.Tensor | None = None
 
 
 class Asked(NamedTuple):

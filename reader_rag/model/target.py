@@ -55,6 +55,7 @@ class Target:
         fixed: As given; None with `cpu`, whose rows are independent of each other in any shape.
         chunk: Prompt tokens of a pass of the model's own forward; rounding depends on it.
         kinds: Attention kinds and their spans (`attention_kinds`); empty without branches.
+        layers: Its decoder layers; empty where they are not found.
         switch: Position from which the rotation uses other angles; None: none.
         fixed_step: The step in fixed shapes (`add_fixed_step`), tried before every dynamic one; None: there is none.
 
@@ -92,8 +93,8 @@ class Target:
         # What computes the states of all tokens, and what makes logits of them; some models do not name the first.
         inner = (model.get_decoder(), model.base_model, getattr(model, "model", None))
         self._decoder = next((part for part in inner if part is not None and part is not model), None)
-        self._layers = decoder_layers(self._decoder, self.config.num_hidden_layers)
-        self.layer_count = len(self._layers)
+        self.layers = decoder_layers(self._decoder, self.config.num_hidden_layers)
+        self.layer_count = len(self.layers)
         self._head: Any = model.get_output_embeddings()
         known = self.cpu is not None or self._decoder is not None
         self.hidden_width = int(getattr(self._head, "in_features", 0)) if known else 0
@@ -235,7 +236,7 @@ class Target:
         # The compiled loops normalise the states when logits are wanted.
         part = self._decoder if self.cpu is None else self.cpu.last_norm
         collected = collecting(None if states is None else part, inputs=self.cpu is not None)
-        with collected as found, recording(self._layers, [(outputs, count)]):
+        with collected as found, recording(self.layers, [(outputs, count)]):
             logits = self._forward(tokens[None], positions[None], cache, **self._last_only)
         commit_all(cache, count, outputs)
         self._position_bytes = cache.nbytes // cache.capacity
@@ -277,7 +278,7 @@ class Target:
             keys = np.arange(shown, dtype=np.int32)
             keys[cache.length :] = -1
             mask = self._masks(visible[None], positions[None], keys[None], np.array([cache.length]))
-        with recording(self._layers, [(outputs, rows)]):
+        with recording(self.layers, [(outputs, rows)]):
             return self._forward(tokens[None], positions[None], cache, attention_mask=mask)[0, :rows]
 
     @torch.inference_mode()
@@ -337,7 +338,7 @@ class Target:
             tokens, depths, visible = (np.stack(part) for part in parts)
             positions = depths + np.array([[step.cache.length] for step in ordered])
             mask = self._masks(visible, positions, now.keys, now.starts)
-            with recording(self._layers, [(step.outputs, len(step.tree) + 1) for step in ordered]):
+            with recording(self.layers, [(step.outputs, len(step.tree) + 1) for step in ordered]):
                 logits = self._forward(tokens, positions, self._batch, attention_mask=mask)
         return [logits[row, : widths[n]] for n, row in enumerate(np.argsort(now.order))]
 

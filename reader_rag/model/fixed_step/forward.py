@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from reader_rag.kv_cache.fixed_cache import FixedCache, Slots
+from reader_rag.kv_cache.layer_states import noting
 from reader_rag.model.fixed_step.inputs import InputBuffer
 from reader_rag.model.fixed_step.masks import step_masks
 from reader_rag.model.fixed_step.shapes import StepShape
@@ -21,7 +23,7 @@ class StepOutputs(NamedTuple):
     Attributes:
         logits: [rows, width, vocabulary].
         ranked: int32 [rows, width, 1 + best], the result of `ranked_tokens`.
-        hidden: [layers, rows, width, size], hidden states behind the configured layers; empty without any.
+        hidden: [layers, rows, width, size], outputs of the shape's layers; empty without any.
     """
 
     logits: torch.Tensor
@@ -38,8 +40,7 @@ class StepForward:
         to_backend: A mask [rows, 1, width, columns] of bool as the model's attention takes it.
         cache: Keys and values.
         inputs: The input buffer.
-        layers: Layers whose hidden states are handed out: 0 the embeddings, n the output of the n-th layer, as in
-            `output_hidden_states` of `transformers`.
+        layers: The model's decoder layers.
 
     Attributes:
         has_moved: Whether what the last step accepted was committed since this was last set to False.
@@ -52,14 +53,14 @@ class StepForward:
         to_backend: Callable[[torch.Tensor], torch.Tensor],
         cache: FixedCache,
         inputs: InputBuffer,
-        layers: Sequence[int] = (),
+        layers: Sequence[nn.Module] = (),
     ) -> None:
         self._model: Any = model
         self._kinds = kinds
         self._to_backend = to_backend
         self._cache = cache
         self._inputs = inputs
-        self._layers = tuple(layers)
+        self._layers = layers
         self.has_moved = False
 
     @torch.inference_mode()
@@ -75,20 +76,19 @@ class StepForward:
             cache.write(rows, inputs.targets, cache.read(rows, inputs.sources))
         self.has_moved = True
         masks = {kind: self._to_backend(mask) for kind, mask in step_masks(self._kinds, inputs, shape.shown).items()}
-        wanted = {"output_hidden_states": True} if self._layers else {}
         cache.slots = Slots(rows, inputs.columns, shape.first, shape.shown)
         try:
-            output = self._model(
-                inputs.tokens,
-                position_ids=inputs.positions,
-                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                past_key_values=cache,
-                use_cache=True,
-                **wanted,
-            )
+            with noting(self._layers, shape.layers) as found:
+                output = self._model(
+                    inputs.tokens,
+                    position_ids=inputs.positions,
+                    attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
         finally:
             cache.slots = None
         logits: torch.Tensor = output.logits
         ranked = ranked_tokens(logits.flatten(0, 1)).to(torch.int32).view(shape.rows, shape.width, -1)
-        states = [output.hidden_states[layer] for layer in self._layers]
+        states = [found[layer] for layer in shape.layers]
         return StepOutputs(logits, ranked, torch.stack(states) if states else logits.new_empty(0))

@@ -112,6 +112,7 @@ class GraphCache:
         self._graphs: OrderedDict[StepShape, _Recorded] = OrderedDict()
         self._seen: set[StepShape] = set()
         self._buffers: StepOutputs | None = None
+        self._hidden: dict[int, torch.Tensor] = {}
         self.replays = self.recorded = 0
         self.refused: set[StepShape] = set()
 
@@ -179,7 +180,11 @@ class GraphCache:
         """
         if self._buffers is None:
             self._buffers = _buffers_like(outputs)
-        return self._buffers
+        hidden = outputs.hidden
+        if len(hidden) not in self._hidden:
+            states = hidden.new_empty(len(hidden), MOST_POSITIONS, hidden.shape[-1]) if hidden.numel() else hidden
+            self._hidden[len(hidden)] = states
+        return self._buffers._replace(hidden=self._hidden[len(hidden)])
 
     def _into_buffers(self, shape: StepShape) -> None:
         outputs, views = self._forward(shape), self._views(shape)
@@ -190,7 +195,8 @@ class GraphCache:
         """The output buffers in the shape of a pass."""
         assert self._buffers is not None
         count = shape.positions
-        logits, ranked, hidden = self._buffers
+        logits, ranked, _ = self._buffers
+        hidden = self._hidden[len(shape.layers)]
         places = (shape.rows, shape.width, -1)
         states = hidden[:, :count].view(len(hidden), *places) if hidden.numel() else hidden
         return StepOutputs(logits[:count].view(places), ranked[:count].view(places), states)
@@ -238,9 +244,10 @@ class GraphCache:
 
 @torch.inference_mode()
 def _buffers_like(outputs: StepOutputs) -> StepOutputs:
-    """Buffers for the outputs of every shape, by those of one: see `shapes.step_bytes`."""
+    """Buffers for logits and ranked tokens of every shape, by those of one: see `shapes.step_bytes`."""
     logits, ranked, hidden = outputs
-    states = hidden.new_empty(len(hidden), MOST_POSITIONS, hidden.shape[-1]) if hidden.numel() else hidden
     return StepOutputs(
-        logits.new_empty(MOST_POSITIONS, logits.shape[-1]), ranked.new_empty(MOST_POSITIONS, ranked.shape[-1]), states
+        logits.new_empty(MOST_POSITIONS, logits.shape[-1]),
+        ranked.new_empty(MOST_POSITIONS, ranked.shape[-1]),
+        hidden.new_empty(0),
     )

@@ -29,7 +29,6 @@ def add_fixed_step(
     *,
     name: str,
     max_bytes: int | None = None,
-    layers: tuple[int, ...] = (),
     recorder: GraphRecorder | None = None,
 ) -> FixedStep | None:
     """Give a target a fixed step, where its model has one; else it keeps the dynamic step alone.
@@ -39,7 +38,6 @@ def add_fixed_step(
         mode: "auto": on CUDA devices; "on": on every device, recorded on CUDA devices; "off": never.
         name: Name of the model in messages.
         max_bytes: Most bytes of its key/value cache; None: as many as the sequences need.
-        layers: Layers whose hidden states it hands out.
         recorder: Records passes; None: CUDA graphs on CUDA devices, nothing elsewhere.
 
     Returns:
@@ -65,7 +63,7 @@ def add_fixed_step(
         target.to_backend,
         recorder=recorder,
         fixed=target.fixed,
-        layers=layers,
+        layers=target.layers,
         max_bytes=max_bytes,
         position_bytes=target.position_bytes,
         capacity=target.capacity,

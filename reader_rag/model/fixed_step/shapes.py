@@ -27,6 +27,7 @@ class StepShape(NamedTuple):
         shown: Columns attended to, a power of two.
         generation: Of the cache's buffers: a recorded pass refers to their addresses.
         moves: Whether it moves what the last step accepted; behind plain steps and chains nothing is to be moved.
+        layers: Layers whose outputs it hands out, as in `LayerStates`.
     """
 
     first: int
@@ -35,6 +36,7 @@ class StepShape(NamedTuple):
     shown: int
     generation: int
     moves: bool = False
+    layers: tuple[int, ...] = ()
 
     @property
     def positions(self) -> int:
@@ -74,7 +76,7 @@ def step_bytes(vocabulary: int, logits_size: int, ranked: int, hidden: int = 0) 
         vocabulary: Tokens that the model scores.
         logits_size: Bytes of a score.
         ranked: Tokens of each position that are ranked.
-        hidden: Bytes of the hidden states of a position that the step hands out.
+        hidden: Bytes of the outputs of layers of a position, over all numbers of layers that passes hand out.
 
     Returns:
         `MOST_POSITIONS` times what a position has: 6 inputs of 8 bytes, scores, ranked tokens of 4 bytes, hidden

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from transformers import PreTrainedModel
 
 from reader_rag.kv_cache.fixed_cache import FixedCache, power_of_two
+from reader_rag.kv_cache.layer_states import wanted_layers
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.fixed_shape import FixedShape
 from reader_rag.model.fixed_step.forward import StepForward, StepOutputs
@@ -34,7 +36,7 @@ class FixedStep:
         to_backend: A mask [rows, 1, width, columns] of bool as the model's attention takes it.
         recorder: Records passes and replays them; None: every pass is called.
         fixed: Strict mode: one sequence a pass, of this width; None: any shape.
-        layers: Layers whose hidden states `Passed.hidden` has: 0 the embeddings, n the output of the n-th layer.
+        layers: The model's decoder layers; without, steps whose `outputs` want some have no fixed shape.
         max_bytes: Most bytes of the key/value cache; None: as many as the sequences need.
         position_bytes: Bytes of the keys and values of so many positions.
         capacity: Capacity of a sequence's cache, by its committed positions and the nodes of a draft.
@@ -57,7 +59,7 @@ class FixedStep:
         *,
         recorder: GraphRecorder | None = None,
         fixed: FixedShape | None = None,
-        layers: Sequence[int] = (),
+        layers: Sequence[nn.Module] = (),
         max_bytes: int | None = None,
         position_bytes: Callable[[int], int],
         capacity: Callable[[int, int], int],
@@ -68,6 +70,7 @@ class FixedStep:
         self.transfers = Transfers()
         self.passes = 0
         self._fixed = fixed
+        self._layers = layers
         self._head = head
         self._position_bytes, self._capacity = position_bytes, capacity
         self.inputs = InputBuffer(model.device)
@@ -112,9 +115,7 @@ class FixedStep:
             IndexError: A sequence exceeds the capacity of its `TreeCache`.
         """
         with self.cache.lock:
-            shape: StepShape | None = None
-            if all(step.outputs is None for step in steps):  # hooks, which hand them out, are not part of a graph
-                shape, rows, places_asked = self.prepare(steps, [one.positions for one in asked])
+            shape, rows, places_asked = self.prepare(steps, [one.positions for one in asked])
             if shape is None:
                 for step in steps:
                     if step.cache.batch is self.cache:
@@ -130,6 +131,10 @@ class FixedStep:
             self.cache.moved(rows)
             self.passes += 1
         places = [(row - shape.first, len(step.tree) + 1) for row, step in zip(rows, steps, strict=True)]
+        for (row, count), step in zip(places, steps, strict=True):
+            if step.outputs is not None:
+                indexes = [shape.layers.index(layer) for layer in step.outputs.layers]
+                step.outputs.receive(torch.stack([outputs.hidden[n, row, :count] for n in indexes], dim=1))
         states = [one.states.take(indexes) for one, indexes in zip(asked, places_asked, strict=True)]
         return self._passed(outputs, places, self._head(states), wanted)
 
@@ -161,6 +166,9 @@ class FixedStep:
     def _placed(self, steps: Sequence[Step]) -> tuple[StepShape | None, list[int]]:
         """The shape of a pass and the row of each sequence; None: there is no such shape."""
         caches: list[TreeCache] = [step.cache for step in steps]
+        layers = wanted_layers([step.outputs for step in steps])
+        if layers and not self._layers:
+            return None, []
         limit = self.widest(len(steps))
         if any(len(step.tree) + 1 > limit for step in steps):
             return None, []
@@ -174,13 +182,14 @@ class FixedStep:
         longest = max(cache.length for cache in caches)
         if self._fixed is not None:
             shown = self._fixed.shown(longest)
-            return StepShape(rows[0], 1, self._fixed.width, shown, self.cache.generation), rows
+            return StepShape(rows[0], 1, self._fixed.width, shown, self.cache.generation, layers=layers), rows
         count = power_of_two(max(rows) + 1)
         moves = max(len(self.cache.moves_of(row)) for row in rows)
         width = width_for(max(moves, *(len(step.tree) + 1 for step in steps)))
         if width > widest(count):
             return None, []
-        return StepShape(0, count, width, shown_for(longest + width), self.cache.generation, moves > 0), rows
+        shown = shown_for(longest + width)
+        return StepShape(0, count, width, shown, self.cache.generation, moves > 0, layers), rows
 
     def _passed(
         self,
@@ -200,8 +209,7 @@ class FixedStep:
         passed = []
         width = outputs.ranked.shape[1]
         for (row, count), scores in zip(places, logits, strict=True):
-            hidden = outputs.hidden[:, row, :count] if outputs.hidden.numel() else None
-            passed.append(Passed(scores, top_k_of(tokens[row * width : row * width + count]), hidden))
+            passed.append(Passed(scores, top_k_of(tokens[row * width : row * width + count])))
         start = len(ranked[0])
         for scores in asked:
             passed.append(Passed(scores, top_k_of(tokens[start : start + len(scores)])))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from call_recorder import CallRecorder
 from fixed_targets import Twins, fixed_target, run_and_check, some_steps
-from random_trees import random_tokens, random_tree
+from random_trees import random_tree
 from tiny_models import VOCABULARY, make_model
 
 from reader_rag.draft import DraftTree
 from reader_rag.kv_cache.hidden_states import HiddenStates
+from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.model.fixed_step.checks import data_dependent_call
+from reader_rag.model.fixed_step.select import add_fixed_step
 from reader_rag.model.fixed_step.shapes import MOST_POSITIONS, StepShape, shown_for, step_bytes, widest, width_for
-from reader_rag.model.interface import Asked, Step, prefill
+from reader_rag.model.interface import Asked, Step
 from reader_rag.model.target import Target
 
 
@@ -149,18 +154,37 @@ def test_a_sequence_in_the_fixed_step_goes_to_the_prefix_cache(dynamic: Target) 
     assert cache.restore("a", list(range(30)), again, None) == 24
 
 
-def test_hidden_states_of_configured_layers_are_those_of_the_model() -> None:
-    target, step = fixed_target(layers=(0, 1, 2))
-    text, chain = random_tokens(1, 20, VOCABULARY), [5, 6, 7]
-    cache = target.new_cache(40, 3)
-    prefill(target, text, cache)
-    (passed,) = step.run([Step(4, DraftTree.from_chain(chain), cache)]) or ()
-    with torch.inference_mode():
-        output = target.model(torch.tensor([[*text, 4, *chain]]), use_cache=False, output_hidden_states=True)
-    assert passed.hidden is not None
-    assert passed.hidden.shape == (3, 4, 32)
-    for layer in range(3):
-        torch.testing.assert_close(passed.hidden[layer], output.hidden_states[layer][0, 20:], atol=1e-4, rtol=0)
+@pytest.mark.parametrize("recorder", [None, CallRecorder()], ids=["called", "replayed"])
+def test_outputs_of_layers_are_those_of_the_dynamic_step(recorder: CallRecorder | None, dynamic: Target) -> None:
+    target, step = fixed_target(recorder=recorder)
+    twins = [Twins(target, dynamic, n, 20 + n) for n in range(2)]
+    for round_ in range(9):
+        steps = some_steps(twins, round_ % 2, 4)
+        got = [LayerOutputs((2, 0)), LayerOutputs((1,))]
+        passed = step.run([replace(one, outputs=outputs) for one, outputs in zip(steps, got, strict=True)])
+        assert passed is not None
+        for twin, one, outputs in zip(twins, steps, got, strict=True):
+            expected = LayerOutputs(outputs.layers)
+            dynamic.verify(one.root, one.tree, twin.dynamic, expected)
+            for each in (outputs, expected):
+                each.commit()
+            ours, theirs = outputs.take(40), expected.take(40)
+            assert ours is not None
+            assert theirs is not None
+            assert ours.rows.shape == (len(one.tree) + 1, len(outputs.layers), 32)
+            torch.testing.assert_close(ours.rows, theirs.rows, atol=1e-4, rtol=0)
+    assert (step.graphs.replays > 0) == (recorder is not None)
+
+
+def test_outputs_of_layers_that_are_not_found_are_those_of_a_dynamic_step(dynamic: Target) -> None:
+    target = Target(make_model("Llama"), forward="torch")
+    target.layers = ()
+    step = add_fixed_step(target, "on", name="x")
+    assert step is not None
+    twin = Twins(target, dynamic, 1, 20)
+    (one,) = some_steps([twin], 1)
+    assert step.run([replace(one, outputs=LayerOutputs((1,)))]) is None
+    assert step.run([one]) is not None
 
 
 # Copies between host and device
@@ -206,9 +230,9 @@ def test_shapes() -> None:
 
 
 def test_the_buffers_have_the_bytes_of_the_formula() -> None:
-    _, step = fixed_target(layers=(1, 2))
+    _, step = fixed_target()
     cache = step.graphs
-    shape = StepShape(0, 1, 1, 64, step.cache.generation)
+    shape = StepShape(0, 1, 1, 64, step.cache.generation, layers=(1, 2))
     buffers = cache.allocated(step.forward(shape))
     inputs = step.inputs.device
     total = sum(buffer.nbytes for buffer in (*buffers, inputs))
