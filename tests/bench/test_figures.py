@@ -47,6 +47,15 @@ def generated(reader: float = 105.0) -> dict[str, Any]:
     }
 
 
+def beside_llama_cpp() -> dict[str, Any]:
+    """The same with llama.cpp, which reads another quantisation."""
+    report = generated()
+    report["variants"] |= {"llama-cpp ngram-simple": VARIANT}
+    report["methods"] |= {"llama-cpp": VARIANT | {"variant": "llama-cpp ngram-simple"}}
+    report["ratios"] |= {"reader/llama-cpp": SPREAD | {"questions": SPREAD}}
+    return report | {"llama_cpp": {"file": "m.gguf", "type": "MOSTLY_Q4_1"}}
+
+
 VERIFIED = {
     "answers": 4,
     "tokens": 256,
@@ -217,6 +226,16 @@ class TestPages:
         assert reader_rag.__version__ in page
         assert report["processor"] in page
         assert all(f"]({plot})" in page for plot in plots)
+
+    def test_llama_cpp_is_named_with_its_own_quantisation(self, tmp_path: Path) -> None:
+        report, _ = made(tmp_path)
+        report["sections"]["speed"]["parts"]["int8"]["report"] = beside_llama_cpp()
+        write_page(report, tmp_path)
+        assert "| Q4_1 | llama.cpp, ngram-simple | 900.0 | 50.00 |" in (tmp_path / "README.md").read_text("utf-8")
+        page = tmp_path / "page.md"
+        page.write_text("<!-- figures: overview -->\n<!-- end of figures -->\n")
+        update_page(page, report)
+        assert "| llama.cpp (Q4_1) | reader-rag |" in page.read_text("utf-8")
 
     def test_the_same_report_makes_the_same_files(self, tmp_path: Path) -> None:
         report, _ = made(tmp_path)

@@ -61,6 +61,11 @@ def _variant(name: str) -> str:
     return _VARIANTS.get(method, method) + (f", {setting}" if setting else "")
 
 
+def _gguf_type(report: Mapping[str, Any]) -> str:
+    """How the file that llama.cpp read is quantised, e.g. "Q4_1"."""
+    return str(report["llama_cpp"]["type"]).removeprefix("MOSTLY_")
+
+
 def _generate_tables(parts: Parts, first: str) -> str:
     """Every variant of every report, then the ratios."""
     rows, ratios = [], []
@@ -68,7 +73,8 @@ def _generate_tables(parts: Parts, first: str) -> str:
         for name, row in report["variants"].items():
             figures = ("prompt_tokens_per_s", "decode_tokens_per_s", "mat", "ms_per_step", "ttft_s", "question_s")
             memory = (row["cache_mb"], row["peak_mb"])
-            rows.append((label, _variant(name), *(row[figure] for figure in figures), *memory))
+            held = _gguf_type(report) if name.startswith("llama-cpp") else label
+            rows.append((held, _variant(name), *(row[figure] for figure in figures), *memory))
         for name, ratio in report["ratios"].items():
             other = report["methods"][name.removeprefix("reader/")]["variant"]
             same = _same(report) if other == "plain" else None
@@ -215,5 +221,7 @@ def overview(parts: Parts) -> str:
         ratio = report["ratios"].get("reader/hf") or report["ratios"]["reader/plain"]
         ours = found["reader"]["decode_tokens_per_s"]
         rows.append((label, report["prompts"], *speeds, f"**{_cell(ours)}**", _spread(ratio), _same(report)))
-    headings = ("type", "prompts", *(_VARIANTS[name] for name in shown), "reader-rag")
+    types = {_gguf_type(report) for _, report in _reports(parts) if "llama_cpp" in report}
+    titles = _VARIANTS | {"llama-cpp": f"llama.cpp ({', '.join(sorted(types))})"}
+    headings = ("type", "prompts", *(titles[name] for name in shown), "reader-rag")
     return markdown_table((*headings, "times `generate`", "the same tokens as plain"), rows)
