@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class EverythingPays:
     """Costs under which every drafted node is verified."""
@@ -23,6 +26,10 @@ class EverythingPays:
     def head_seconds(self, rows: int, beside: int, context: int, share: float) -> list[float]:
         """They take no time."""
         return [0.0] * (rows + 1)
+
+    def seconds(self, context: int) -> NDArray[np.float64]:
+        """All passes take as long."""
+        return np.ones(self.max_nodes + 1)
 
     def observe(self, rows: int, context: int, seconds: float) -> None:
         """Learn nothing."""

@@ -50,3 +50,8 @@ class DraftConfig(Settings):
     calibrates: bool = setting(
         True, "Whether estimated probabilities are corrected by the acceptance rates that were observed."
     )
+    gated: bool = setting(
+        True,
+        "Whether a draft source from outside is asked only where the tokens that it is expected to add pay for its "
+        "time; False asks in every step.",
+    )

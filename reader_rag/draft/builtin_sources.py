@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from reader_rag.draft.context_index import ContextIndex
+from reader_rag.draft.kernels.arrays import Proposed
 from reader_rag.draft.source import Budget, RequestState, Verified
 from reader_rag.draft.successor_table import SuccessorTable
 from reader_rag.draft.tree import DraftTree
@@ -39,6 +40,8 @@ class BuiltinSource:
         lookup: The datastore, which follows the index's sequence so far; None: there is none.
         before_token: Called with the place of each emitted token in its step and the token, before the index follows
             it: where a token was copied from is known from the matches up to it. None: nothing is called.
+        joint: Grows the trees of search and proposals from outside, with the same table and calibration as `builder`;
+            None: nothing is proposed from outside.
 
     Attributes:
         index: As given; it follows the emitted tokens.
@@ -53,31 +56,55 @@ class BuiltinSource:
         successors: SuccessorTable | None = None,
         lookup: Lookup | None = None,
         before_token: Callable[[int, int], None] | None = None,
+        joint: TreeBuilder | None = None,
     ) -> None:
         self.index = index
         self._builder = builder
+        self._joint = joint
+        self._candidates = NO_CANDIDATES
+        self._joined = False
         self._successors = successors
         self._lookup = lookup
         self._before_token = before_token
 
     @property
     def acceptance_ratio(self) -> float:
-        """Accepted over expected tokens of the last drafts; see `TreeBuilder.acceptance_ratio`."""
-        return self._builder.acceptance_ratio
+        """Accepted over expected tokens of the last drafts of this kind; see `TreeBuilder.acceptance_ratio`."""
+        builder = self._joint if self._joined and self._joint is not None else self._builder
+        return builder.acceptance_ratio
 
     def propose(self, state: RequestState, budget: Budget) -> DraftTree:
         """The best tree of all parts; see `DraftSource.propose`."""
-        candidates = NO_CANDIDATES if self._lookup is None else self._lookup.look_up()
-        tree = self._builder.build(self.index, candidates=candidates, max_depth=budget.max_depth)
+        self._joined = False
+        self._candidates = NO_CANDIDATES if self._lookup is None else self._lookup.look_up()
+        tree = self._builder.build(self.index, candidates=self._candidates, max_depth=budget.max_depth)
+        return tree.head(budget.max_nodes)
+
+    def join(self, proposed: Proposed, budget: Budget) -> DraftTree:
+        """The best tree of all parts and of what sources from outside propose, behind the last `propose`.
+
+        `observe` then counts both trees: what search alone estimates is corrected as if nothing had been proposed.
+
+        Args:
+            proposed: At least one node, and at most as many as the joint builder has room for.
+            budget: Most nodes, and most tokens on a path.
+        """
+        assert self._joint is not None
+        self._joined = True
+        tree = self._joint.build(self.index, candidates=self._candidates, proposed=proposed, max_depth=budget.max_depth)
         return tree.head(budget.max_nodes)
 
     def skip(self) -> None:
         """Count no acceptance for the last tree: another one, or none, is verified."""
         self._builder.skip()
+        if self._joint is not None:
+            self._joint.skip()
 
     def observe(self, verified: Verified) -> None:
         """Follow the emitted tokens, count which nodes were accepted, learn successors; see `DraftSource.observe`."""
         self._builder.observe(verified.tokens)
+        if self._joined and self._joint is not None:
+            self._joint.observe(verified.tokens)
         root = len(self.index) - 1
         if self._before_token is None:
             self._follow(verified.tokens)

@@ -82,6 +82,18 @@ class Calibration:
         self.counts = np.stack([hits, expected, rates])
         self.learns = learns
 
+    @staticmethod
+    def blank_counts(cells: int) -> Float64:
+        """Counts of so many cells that correct nothing at first.
+
+        Args:
+            cells: Number of cells.
+
+        Returns:
+            float64 [3, cells], as `counts`.
+        """
+        return np.stack([np.full(cells, _WIDER_EXPECTED), np.full(cells, _WIDER_EXPECTED), np.ones(cells)])
+
     @classmethod
     def blank(cls, *, learns: bool = True) -> Calibration:
         """Counts that correct nothing at first.

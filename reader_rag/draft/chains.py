@@ -14,7 +14,7 @@ from reader_rag.datastore.kernels.search import STATE_ROWS
 from reader_rag.draft.calibration import Calibration, Scoring, acceptance_ratio
 from reader_rag.draft.kernels import chains as kernels
 from reader_rag.draft.kernels.pool import share_out
-from reader_rag.draft.kernels.tree import Workspace, new_workspace
+from reader_rag.draft.kernels.workspace import Workspace, new_workspace
 from reader_rag.draft.row_states import RowStates
 from reader_rag.draft.step_table import StepTable
 from reader_rag.draft.successor_table import SuccessorTable

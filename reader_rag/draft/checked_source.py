@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.draft.kernels.tree import DEPTH, PARENT, TOKEN
+from reader_rag.draft.kernels.workspace import DEPTH, PARENT, TOKEN
 from reader_rag.draft.source import Budget, DraftSource, Proposal, RequestState, Verified
 from reader_rag.draft.tree import EXTERNAL, DraftTree
 from reader_rag.errors import ReaderWarning
@@ -35,7 +38,7 @@ def check_proposal(proposal: Proposal | DraftTree, budget: Budget, vocabulary: i
             0. The message names the node.
     """
     if isinstance(proposal, DraftTree):
-        proposal = Proposal(proposal.tokens, proposal.parents, np.log(_given_parent(proposal)))
+        proposal = Proposal(proposal.tokens, proposal.parents, np.log(given_parent(proposal)))
     if not isinstance(proposal, Proposal):
         raise TypeError(f"propose must return a Proposal, not {type(proposal).__name__}")
     tokens, parents = _integers("tokens", proposal.tokens), _integers("parents", proposal.parents)
@@ -78,7 +81,21 @@ def merge(first: DraftTree, second: DraftTree, budget: Budget) -> DraftTree:
         return first
     fields = np.concatenate([first.fields, second.fields], axis=1)
     parents = np.concatenate([first.parents, second.parents + len(first) * (second.parents >= 0)])
-    return _combine(fields, parents, np.concatenate([_given_parent(first), _given_parent(second)]), budget)
+    return _combine(fields, parents, np.concatenate([given_parent(first), given_parent(second)]), budget)
+
+
+def given_parent(tree: DraftTree) -> NDArray[np.float64]:
+    """The probability of each node, given its parent.
+
+    Args:
+        tree: A tree, or one whose nodes are in any order with parents before their children.
+
+    Returns:
+        float64 [nodes].
+    """
+    above = np.append(tree.probabilities, 1.0)[tree.parents]
+    chances: NDArray[np.float64] = tree.probabilities / above
+    return chances
 
 
 class CheckedSource:
@@ -90,10 +107,14 @@ class CheckedSource:
 
     Attributes:
         active: Whether it is not switched off.
+        name: Its `name`, or else that of its class.
+        needs_hidden_states: Whether it gets the target's hidden states.
     """
 
     def __init__(self, source: DraftSource, vocabulary: int) -> None:
         self.active = True
+        self.name = str(getattr(source, "name", "") or type(source).__name__)
+        self.needs_hidden_states = bool(getattr(source, "needs_hidden_states", False))
         self._source = source
         self._vocabulary = vocabulary
 
@@ -107,13 +128,30 @@ class CheckedSource:
         tree = self._guarded(lambda: check_proposal(self._source.propose(state, budget), budget, self._vocabulary))
         return DraftTree.empty() if tree is None else tree
 
+    def timed_proposal(self, state: RequestState, budget: Budget) -> tuple[DraftTree, float]:
+        """As `propose`, and the seconds that it took.
+
+        Args:
+            state: The request.
+            budget: Most nodes, and most tokens on a path.
+        """
+        started = time.perf_counter()
+        tree = self.propose(state, budget)
+        return tree, time.perf_counter() - started
+
+    @property
+    def declared_seconds(self) -> float | None:
+        """Its `proposal_seconds`; None: it declares none."""
+        return self._guarded(lambda: _declared(getattr(self._source, "proposal_seconds", None)))
+
     def observe(self, verified: Verified) -> None:
         """Hand it what the target emitted.
 
         Args:
-            verified: The emitted tokens.
+            verified: The emitted tokens; hidden states are left out for a source that needs none.
         """
-        self._guarded(lambda: self._source.observe(verified))
+        known = verified if self.needs_hidden_states else replace(verified, hidden_states=None)
+        self._guarded(lambda: self._source.observe(known))
 
     def forget(self) -> None:
         """Tell it that the request has ended, also where it was switched off."""
@@ -128,13 +166,20 @@ class CheckedSource:
             return call()
         except Exception as error:
             self.active = False
-            name = type(self._source).__name__
             warnings.warn(
-                f"the draft source {name} is switched off for this request: {first_line(error)}",
+                f"the draft source {self.name} is switched off for this request: {first_line(error)}",
                 ReaderWarning,
                 stacklevel=2,
             )
             return None
+
+
+def _declared(seconds: object) -> float | None:
+    if seconds is None:
+        return None
+    if not isinstance(seconds, (int, float)) or not (math.isfinite(seconds) and seconds >= 0.0):
+        raise ValueError(f"proposal_seconds must be None or a number of seconds from 0 on, not {seconds!r}")
+    return float(seconds)
 
 
 def _integers(name: str, values: object) -> NDArray[np.int64]:
@@ -180,10 +225,3 @@ def _combine(
     chosen = fields[:, np.array(nodes, np.int64)[order]]
     chosen[PARENT], chosen[DEPTH] = place[above[order]], depths[order]
     return DraftTree(chosen, paths[order])
-
-
-def _given_parent(tree: DraftTree) -> NDArray[np.float64]:
-    """float64 [nodes], the probability of each node, given its parent."""
-    above = np.append(tree.probabilities, 1.0)[tree.parents]
-    chances: NDArray[np.float64] = tree.probabilities / above
-    return chances

@@ -107,8 +107,14 @@ class DraftSource(Protocol):
     """Proposes tokens for one request at a time, on the thread that decodes.
 
     A step calls `propose`, and `observe` with what the target emitted; `propose` is left out in steps that are made
-    without a draft. `forget` follows the last step. An error in any of them, or a proposal that is not valid, switches
-    the source off for the request, with one warning; the answer goes on.
+    without a draft, and where its tokens are not expected to pay for its time (`DraftConfig.gated`). `forget` follows
+    the last step. An error in any of them, or a proposal that is not valid, switches the source off for the request,
+    with one warning; the answer goes on.
+
+    Two attributes are optional. `proposal_seconds` says how many seconds a call of `propose` takes, where the source
+    knows it; without it, or where it is None, calls are timed. It decides in which steps the source is asked: work that
+    is needed for proposals alone, such as a pass of a model over what was emitted since the last one, belongs into
+    `propose`. `name` names the source in statistics and metrics; the default is the name of its class.
 
     A source that needs hidden states may have an attribute `hidden_layers`, the layers whose outputs it wants: n for
     the output of the n-th decoder layer, 0 for the embeddings. Without it, it gets the output of the last one.

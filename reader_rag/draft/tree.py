@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from reader_rag.draft.kernels import shape
-from reader_rag.draft.kernels import tree as kernels
+from reader_rag.draft.kernels import workspace as kernels
 
 Int32 = NDArray[np.int32]
 
@@ -20,7 +20,7 @@ DATASTORE = 2
 """The code of nodes that were copied from the datastore."""
 SUCCESSOR = kernels.SUCCESSOR
 """The code of nodes that only the successor table proposed: they have no position."""
-EXTERNAL = 4
+EXTERNAL = kernels.EXTERNAL
 """The code of nodes that a source from outside proposed: they have no position."""
 
 
@@ -31,7 +31,7 @@ class DraftTree:
     size.
 
     Args:
-        fields: int32 [TREE_FIELDS, nodes], in the order of `kernels.tree`; `of` makes a tree of separate arrays.
+        fields: int32 [TREE_FIELDS, nodes], in the order of `kernels.workspace`; `of` makes a tree of separate arrays.
         probabilities: float64 [nodes], estimated probability that the whole path down to the node is accepted.
     """
 

@@ -1,4 +1,4 @@
-"""TreeBuilder: grows one draft tree of all built-in sources, best first, within a node limit."""
+"""TreeBuilder: grows one draft tree of all sources, best first, within a node limit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 from reader_rag.draft.calibration import Calibration, Scoring, acceptance_ratio
 from reader_rag.draft.context_index import ContextIndex
 from reader_rag.draft.kernels import tree as kernels
+from reader_rag.draft.kernels.arrays import Proposed
+from reader_rag.draft.kernels.cells import JOINT_CELLS
+from reader_rag.draft.kernels.proposals import LINK_ROWS
+from reader_rag.draft.kernels.workspace import PATHS, TREE_FIELDS, new_workspace
 from reader_rag.draft.successor_table import SuccessorTable
 from reader_rag.draft.tree import DraftTree
 
@@ -33,6 +37,8 @@ class DatastoreCandidates(NamedTuple):
 
 NO_CANDIDATES = DatastoreCandidates(np.zeros(1, np.int32), 0, np.zeros((2, 1), np.int32), 0)
 """No continuations in the datastore."""
+NOT_PROPOSED = Proposed(np.zeros((LINK_ROWS, 1), np.int32), np.zeros(1), np.ones((3, JOINT_CELLS)), 0)
+"""Nothing is proposed from outside."""
 
 
 class TreeBuilder:
@@ -49,6 +55,7 @@ class TreeBuilder:
         min_probability: Least path probability of a node.
         max_occurrences: Most matches that the context index follows in the sequence, and in the passages.
         max_candidates: Most continuations from the datastore in one draft.
+        max_proposed: Most nodes that sources from outside propose for one draft.
         successors: The target's own next tokens; None: drafts are copied only.
         calibration: Corrects the estimates; None: starts from the shipped counts and goes on counting.
         scoring: How probabilities are estimated; None: the default.
@@ -62,6 +69,7 @@ class TreeBuilder:
         min_probability: float = 0.0001,
         max_occurrences: int = 256,
         max_candidates: int = 0,
+        max_proposed: int = 0,
         successors: SuccessorTable | None = None,
         calibration: Calibration | None = None,
         scoring: Scoring | None = None,
@@ -74,29 +82,56 @@ class TreeBuilder:
         self._nodes = 0
         self._max_matches = 2 * max_occurrences
         self._max_candidates = max_candidates
+        self._max_proposed = max_proposed
         self._recent = np.zeros(2)
-        self._workspace = tuple(kernels.new_workspace(self._max_matches + max_candidates, max_nodes))
+        self._counts = self.calibration.counts
+        self._workspace = tuple(new_workspace(self._max_matches + max_candidates, max_nodes, max_proposed))
+        self._scoring = scoring or Scoring()
         table = self.successors
         self._estimator = (
             *(table.keys, table.entries, table.prior),
-            *((scoring or Scoring()).array, self.calibration.counts),
+            *(self._scoring.array, self.calibration.counts),
+        )
+
+    def joint(self, max_proposed: int) -> TreeBuilder:
+        """A builder that joins what sources from outside propose, with the same settings, table and calibration.
+
+        Args:
+            max_proposed: Most nodes that they propose for one draft.
+        """
+        return TreeBuilder(
+            max_nodes=self._max_nodes,
+            max_depth=self._max_depth,
+            min_probability=self._floor,
+            max_occurrences=self._max_matches // 2,
+            max_candidates=self._max_candidates,
+            max_proposed=max_proposed,
+            successors=self.successors,
+            calibration=self.calibration,
+            scoring=self._scoring,
         )
 
     def build(
-        self, index: ContextIndex, *, candidates: DatastoreCandidates = NO_CANDIDATES, max_depth: int | None = None
+        self,
+        index: ContextIndex,
+        *,
+        candidates: DatastoreCandidates = NO_CANDIDATES,
+        proposed: Proposed = NOT_PROPOSED,
+        max_depth: int | None = None,
     ) -> DraftTree:
         """Draft what may follow the index's sequence.
 
         Args:
             index: The request's tokens, passages and matches.
             candidates: What the datastore holds behind positions like the sequence's end.
+            proposed: What sources from outside propose; `observe` then counts joint estimates, and not those of search.
             max_depth: Longest path of this tree, if shorter than the builder's (e.g. few tokens are left to emit).
 
         Returns:
             The tree; empty where no source continues the sequence.
 
         Raises:
-            ValueError: There are more matches than the builder has room for.
+            ValueError: There are more matches or proposed nodes than the builder has room for.
         """
         self._nodes = 0
         depth = self._max_depth if max_depth is None else min(max_depth, self._max_depth)
@@ -108,13 +143,16 @@ class TreeBuilder:
                 f"{index.match_count} matches in the index and {candidates.found} in the datastore, and the builder "
                 f"has room for {self._max_matches} and {self._max_candidates}: raise its limits"
             )
+        if proposed.size > self._max_proposed:
+            raise ValueError(f"{proposed.size} proposed nodes, and the builder has room for {self._max_proposed}")
         sequence, passages, prompt = index.arrays
         limits = (self._max_nodes, depth, self._floor)
         self._nodes = nodes = kernels.build(
-            sequence, passages, tuple(candidates), prompt, self._estimator, self._workspace, limits
+            sequence, passages, tuple(candidates), prompt, self._estimator, tuple(proposed), self._workspace, limits
         )
+        self._counts = proposed.counts if proposed.size else self.calibration.counts
         ints, floats = self._workspace
-        return DraftTree(ints[: kernels.TREE_FIELDS, :nodes].copy(), floats[kernels.PATHS, :nodes].copy())
+        return DraftTree(ints[:TREE_FIELDS, :nodes].copy(), floats[PATHS, :nodes].copy())
 
     def skip(self) -> DraftTree:
         """Draft nothing in this step, so that `observe` learns nothing from it."""
@@ -129,7 +167,7 @@ class TreeBuilder:
         """
         if self.calibration.learns and self._nodes:
             emitted = np.array(tokens, np.int32)
-            kernels.observe(self.calibration.counts, self._workspace, self._nodes, emitted, self._recent)
+            kernels.observe(self._counts, self._workspace, self._nodes, emitted, self._recent)
 
     @property
     def acceptance_ratio(self) -> float:

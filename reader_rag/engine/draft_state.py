@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from reader_rag.config import DraftConfig
 from reader_rag.draft.calibration import Calibration
+from reader_rag.draft.external.state import ExternalState
 from reader_rag.draft.profile import Profile
 from reader_rag.draft.successor_table import SuccessorTable
 
@@ -43,6 +44,7 @@ class DraftStates:
     def __init__(self, profile: Profile | None) -> None:
         self._prior: NDArray[np.int32] | None = profile.tokens if profile is not None else None
         self._states: OrderedDict[tuple[str, int, bool], DraftState] = OrderedDict()
+        self._external: OrderedDict[tuple[str, bool], ExternalState] = OrderedDict()
         self._nothing = DraftState(SuccessorTable(0), Calibration(learns=False))
 
     def of(self, tenant: str, draft: DraftConfig) -> DraftState:
@@ -69,6 +71,20 @@ class DraftStates:
             self._states.popitem(last=False)
         return self._states[key]
 
+    def external(self, tenant: str, draft: DraftConfig) -> ExternalState:
+        """What is known of the draft sources from outside of a tenant's requests, made if there is nothing.
+
+        Args:
+            tenant: The tenant's name.
+            draft: Its `calibrates` decides whether what they say is corrected.
+        """
+        key = (tenant, draft.calibrates)
+        state = self._external.setdefault(key, ExternalState())
+        self._external.move_to_end(key)
+        while len(self._external) > _MAX_STATES:
+            self._external.popitem(last=False)
+        return state
+
     def forget(self, tenant: str) -> None:
         """Drop a tenant's states.
 
@@ -77,3 +93,5 @@ class DraftStates:
         """
         for key in [key for key in self._states if key[0] == tenant]:
             del self._states[key]
+        for name in [name for name in self._external if name[0] == tenant]:
+            del self._external[name]

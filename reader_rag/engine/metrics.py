@@ -25,6 +25,10 @@ KINDS = ("prompt", "reused", "completion", "drafted", "accepted")
 """Values of the label `kind` of `tokens_total`: prompt tokens, those of them that the prefix cache had, emitted tokens,
 verified drafted tokens, and accepted drafted tokens."""
 
+SOURCE_KINDS = ("asked", "skipped", "proposed", "accepted")
+"""Values of the label `kind` of `draft_source_total`: steps in which a draft source from outside was asked, steps in
+which it was not since it was not expected to pay, nodes that it proposed, and those of them that were emitted."""
+
 _OWN_LABELS = frozenset({"outcome", "kind", "source", "le", "quantile"})
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -115,6 +119,9 @@ class PrometheusMetrics(Observer):
         counts = (stats.prompt_tokens, stats.reused_tokens, stats.completion_tokens, stats.drafted, stats.accepted)
         for kind, count in zip(KINDS, counts, strict=True):
             self._of(metrics.tokens, kind=kind).inc(count)
+        for source, fared in stats.draft_sources.items():
+            for kind in SOURCE_KINDS:
+                self._of(metrics.source, source=source, kind=kind).inc(getattr(fared, kind))
         self._of(metrics.queue).observe(stats.queue_s)
         if stats.completion_tokens:
             self._of(metrics.first_token).observe(stats.ttft_s)
@@ -173,6 +180,11 @@ class _Metrics:
 
         self.requests = counter("requests_total", "Requests that have ended, by outcome.", "outcome")
         self.tokens = counter("tokens_total", "Tokens of requests that have ended, by kind.", "kind")
+        self.source = counter(
+            "draft_source_total",
+            "Steps and tokens of draft sources from outside in requests that have ended, by source and kind.",
+            *("source", "kind"),
+        )
         self.queue = histogram("queue_seconds", "Time that a request waited in the queue.", _REQUEST_S)
         self.first_token = histogram(
             "first_token_seconds", "Time from admission to the batch to the first token.", _REQUEST_S

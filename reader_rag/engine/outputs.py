@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from reader_rag.draft.external.sources import SourceCounts
 from reader_rag.errors import PromptError
 from reader_rag.sampling.logprobs import TokenLogprobs
 
@@ -137,6 +138,7 @@ class Stats:
         reused_tokens: Tokens of the prompt whose keys and values came from the prefix cache.
         prediction_accepted: Tokens of the request's prediction that were accepted as draft nodes, each counted once.
         prediction_rejected: The other tokens of the prediction.
+        draft_sources: By draft source from outside, how often it was asked, and how its tokens fared.
     """
 
     prompt_tokens: int = 0
@@ -153,6 +155,7 @@ class Stats:
     reused_tokens: int = 0
     prediction_accepted: int = 0
     prediction_rejected: int = 0
+    draft_sources: dict[str, SourceCounts] = field(default_factory=dict)
 
     @property
     def tokens_per_step(self) -> float:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from reader_rag.config import DraftConfig
 from reader_rag.draft.builtin_sources import BuiltinSource
-from reader_rag.draft.checked_source import CheckedSource, merge
+from reader_rag.draft.checked_source import CheckedSource
 from reader_rag.draft.context_index import ContextIndex
+from reader_rag.draft.external.sources import ExternalSources, SourceCounts
 from reader_rag.draft.prompt_successors import PromptSuccessors
 from reader_rag.draft.source import Budget, RequestState, Verified
 from reader_rag.draft.tree import DATASTORE, SOURCES, DraftTree
@@ -103,21 +104,26 @@ class Proposer:
             successors=state.successors,
             calibration=state.calibration,
         )
+        drafts = request.params.speculate and draft.max_nodes > 0
+        self._external = ExternalSources(
+            [CheckedSource(source, context.vocabulary) for source in (request.draft_sources if drafts else ())],
+            context.draft_states.external(request.tenant, draft),
+            gated=draft.gated,
+            learns=draft.calibrates,
+        )
+        joint = builder.joint(draft.max_nodes) if self._external else None
         self._lookup = None if lookup is None else lookup.begin(request.tenant, request.prompt.token_ids)
         # Where a token of the datastore or the prediction has its origin is found from the matches up to it.
         self._one_by_one = self._lookup is not None or self.prediction is not None
         # The successor table learns from rejected nodes too, in `learn`, so the source does not update it.
         before_token = self._before_token if self._one_by_one else None
-        self._builtin = BuiltinSource(builder, self.index, lookup=self._lookup, before_token=before_token)
+        self._builtin = BuiltinSource(builder, self.index, lookup=self._lookup, before_token=before_token, joint=joint)
         self._successors = state.successors if draft.max_successors else None
         self._prompt = None if self._successors is None else PromptSuccessors(self.index, self._successors)
+        self._costs = context.costs
         self._max_nodes = draft.max_nodes
         self._tenant = request.tenant
         self._prompt_length = len(request.prompt.token_ids)
-        drafts = request.params.speculate and draft.max_nodes > 0
-        given = request.draft_sources if drafts else ()
-        self._external = [CheckedSource(source, context.vocabulary) for source in given]
-        self._needs_states = [bool(getattr(source, "needs_hidden_states", False)) for source in given]
         layers = request.hidden_layers(context.target.layer_count) if drafts else ()
         self._outputs = LayerOutputs(layers) if layers else None
         self._best: NDArray[np.int32] | None = None
@@ -132,24 +138,29 @@ class Proposer:
     @property
     def learns(self) -> bool:
         """Whether the best tokens of verified logits are of use: to the successor table or to a source from outside."""
-        return self._successors is not None or any(source.active for source in self._external)
+        return self._successors is not None or self._external.active
+
+    @property
+    def source_counts(self) -> dict[str, SourceCounts]:
+        """By source from outside, how often it was asked, and how its tokens fared."""
+        return self._external.counts_by_name
 
     @property
     def outputs(self) -> LayerOutputs | None:
         """Receives the outputs of layers that sources need; None: no source needs any."""
-        active = any(source.active for source, needs in zip(self._external, self._needs_states, strict=True) if needs)
-        return self._outputs if active else None
+        return self._outputs if self._external.needs_hidden_states else None
 
     @property
     def used_documents(self) -> Counter[tuple[str, str]]:
         """Accepted tokens by namespace and document of the datastore."""
         return Counter() if self._lookup is None else self._lookup.used
 
-    def propose(self, depth: int) -> DraftTree:
+    def propose(self, depth: int, length: int) -> DraftTree:
         """The best draft tree of all sources.
 
         Args:
             depth: Most tokens on a path.
+            length: Positions of the KV cache, by which steps cost more or less.
         """
         budget = Budget(self._max_nodes, depth)
         tokens = self.index.sequence
@@ -162,15 +173,16 @@ class Proposer:
             self._lookup = None
             self._builtin.drop_lookup()
             tree = self._builtin.propose(state, budget)
-        if depth <= 0:
+        if depth <= 0 or not self._external:
             return tree
-        for source in self._external:
-            tree = merge(tree, source.propose(state, budget), budget)
-        return tree
+        costs = self._costs.current
+        times = None if costs is None else costs.seconds(length)
+        return self._external.propose(tree, state, budget, lambda proposed: self._builtin.join(proposed, budget), times)
 
     def skip(self) -> DraftTree:
         """No draft for this step; acceptance is not counted for it."""
         self._builtin.skip()
+        self._external.skip()
         return DraftTree.empty()
 
     def observe(self, tree: DraftTree, accepted: list[int], emitted: list[int]) -> Counter[str]:
@@ -196,16 +208,23 @@ class Proposer:
             for place, token in enumerate(emitted):
                 self._before_token(place, token)
         self._builtin.observe(verified)
-        for source, needs in zip(self._external, self._needs_states, strict=True):
-            source.observe(replace(verified, hidden_states=states) if needs else verified)
+        self._external.observe(replace(verified, hidden_states=states))
         return self._counts
+
+    def spent(self, seconds: float, sequences: int) -> None:
+        """Count the time of the step that was observed last.
+
+        Args:
+            seconds: All of it.
+            sequences: Sequences that it extended.
+        """
+        self._external.spent(seconds, sequences)
 
     def forget(self) -> None:
         """End the sources from outside: the request has ended."""
         if self._outputs is not None:
             self._outputs.release()
-        for source in self._external:
-            source.forget()
+        self._external.forget()
 
     def end_prefill(self, known: NDArray[np.bool_], logits: torch.Tensor) -> None:
         """Note which positions of the prompt can be asked for, and learn what follows its last token.

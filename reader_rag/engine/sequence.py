@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from reader_rag.draft.external.sources import SourceCounts
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.outputs import Chunk, CopiedSpan, FinishReason, Generation, Stats
@@ -75,6 +76,7 @@ class DecodeSequence:
         self._texts: IndexedTexts | None = None
         self._state: _State | None = None
         self._copied: tuple[CopiedSpan, ...] = ()
+        self._source_counts: dict[str, SourceCounts] = {}
         self._text = Detokenizer(
             context.tokenizer,
             request.params.stop,
@@ -180,7 +182,7 @@ class DecodeSequence:
         if deepest is not None:
             depth = min(depth, deepest)
         with self._callbacks():
-            tree = state.proposer.skip() if skip else state.proposer.propose(depth)
+            tree = state.proposer.skip() if skip else state.proposer.propose(depth, state.cache.length)
         constraint = self.request.constraint
         if constraint is not None:
             tree = constraint.shape(tree, state.proposer.index.sequence, self.request.draft.max_nodes, depth)
@@ -259,15 +261,18 @@ class DecodeSequence:
         """Count the time that it waited in the queue."""
         self._seconds["queue"] = seconds
 
-    def spent(self, seconds: float, drafting: float) -> None:
+    def spent(self, seconds: float, drafting: float, sequences: int) -> None:
         """Count the time of a step.
 
         Args:
             seconds: All of it.
             drafting: Of that, for making its draft.
+            sequences: Sequences of the step.
         """
         self._seconds["decode"] += seconds
         self._seconds["draft"] += drafting
+        if self._state is not None:
+            self._state.proposer.spent(seconds, sequences)
 
     def take(self) -> Chunk:
         """What was emitted since the last call."""
@@ -330,6 +335,7 @@ class DecodeSequence:
             reused_tokens=self._counts["reused_tokens"],
             prediction_accepted=self._counts["prediction_accepted"],
             prediction_rejected=self._counts["prediction_rejected"],
+            draft_sources={name: replace(counts) for name, counts in self._source_counts.items()},
         )
 
     def _begin(self) -> _State:
@@ -342,6 +348,7 @@ class DecodeSequence:
         texts, self._texts = self._texts, None
         draft = request.draft if self.drafts else replace(request.draft, max_successors=0, calibrates=False)
         proposer = Proposer(self._context, request, draft, texts)
+        self._source_counts = proposer.source_counts
         target, states = self._context.target, None
         if self.keeps_states:
             states = HiddenStates(len(request.prompt.token_ids), target.hidden_width, target.device)

@@ -86,7 +86,7 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
         rows = len(trees) * widest if context.target.pads else positions
         costs.observe(rows, sum(lengths) // len(lengths), ended - drafted - asked_s)
     for sequence in sequences:
-        sequence.spent(ended - started, drafting[sequence])
+        sequence.spent(ended - started, drafting[sequence], len(sequences))
     report = StepReport(positions, accepted, emitted, sum(drafting.values()), ended - started)
     context.observers.tell("stepped", report)
     return failed

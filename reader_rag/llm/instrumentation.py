@@ -92,6 +92,7 @@ class ReaderAnswerEvent(BaseEvent):
         """
         figures = done.stats.to_dict()
         by_source = figures.pop("accepted_by_source")
+        del figures["draft_sources"]  # by name, which an exporter of numbers and strings does not take
         accepted = {f"accepted_{source}": by_source.get(source, 0) for source in SOURCES}
         return cls(call_span_id=call_span_id or "", finish_reason=done.finish_reason, **accepted, **figures)
 

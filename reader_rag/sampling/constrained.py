@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from reader_rag.config.grammar import Grammar
-from reader_rag.draft.kernels import tree as kernels
+from reader_rag.draft.kernels import workspace as kernels
 from reader_rag.draft.tree import SUCCESSOR, DraftTree
 from reader_rag.errors import ConfigError, GrammarError, MissingDependencyError, ReaderWarning
 

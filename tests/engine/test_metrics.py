@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from waiting import wait_until
 
 from reader_rag.config import BatchConfig, SamplingParams
+from reader_rag.draft.external.sources import SourceCounts
 from reader_rag.draft.tree import SOURCES
 from reader_rag.engine.metrics import PrometheusMetrics
 from reader_rag.engine.observer import Load, Observer, Outcome, StepReport
@@ -77,6 +78,12 @@ class TestWhatIsTold:
         assert [value(registry, "tokens_total", kind=kind) for kind in kinds] == [100, 64, 20, 40, 14]
         times = ("queue_seconds", "first_token_seconds", "decode_seconds")
         assert [value(registry, f"{name}_sum") for name in times] == [0.25, 0.5, 2.0]
+
+    def test_draft_sources_from_outside(self, metrics: PrometheusMetrics, registry: CollectorRegistry) -> None:
+        for _ in range(2):
+            metrics.answered(Stats(draft_sources={"Head": SourceCounts(5, 3, 20, 8)}), "stop")
+        kinds = ("asked", "skipped", "proposed", "accepted")
+        assert [value(registry, "draft_source_total", source="Head", kind=kind) for kind in kinds] == [10, 6, 40, 16]
 
     def test_a_request_without_a_token_has_no_time_to_its_first(
         self, metrics: PrometheusMetrics, registry: CollectorRegistry

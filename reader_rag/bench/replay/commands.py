@@ -61,6 +61,16 @@ def replay(
     ] = None,
     peers: Annotated[bool, typer.Option(help="Compare with other drafters, our own chains and two oracles.")] = False,
     ablation: Annotated[bool, typer.Option(help="Repeat it with each part switched off.")] = False,
+    drafters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--simulated-drafter",
+            help="Compare with a drafter that is right at this share of positions, at this cost in steps a proposal, "
+            "such as 0.8,0.1: tokens in the time of a step by search alone, by the drafter alone, and by both. May be "
+            "repeated.",
+            metavar="QUALITY,COST",
+        ),
+    ] = None,
     datastore: options.DatastoreToDraftFrom = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for reliability.png and ablation.png.")] = None,
     as_json: options.Json = False,
@@ -71,7 +81,9 @@ def replay(
     """
     from reader_rag.bench.replay.replayer import ReplayConfig
     from reader_rag.bench.replay.replayer import replay as run
+    from reader_rag.bench.replay.simulated import Drafter, compare
 
+    simulated = [Drafter.parse(text) for text in drafters or ()]
     config = ReplayConfig(
         nodes=nodes,
         sources=tuple(s for s in sources.split(",") if s),
@@ -105,6 +117,8 @@ def replay(
         notes += missing
     if ablation:
         report["ablation"] = _ablation(recorded, config, best, known)
+    if simulated:
+        report["simulated_drafters"] = compare(recorded, config, simulated, best, known)
     report["notes"] = notes
     if plots is not None:
         from reader_rag.bench.plots import plot_ablation, plot_reliability
@@ -384,6 +398,13 @@ def _show(report: Mapping[str, Any]) -> None:
     for key, title in (("peers", "tokens per step of others"), ("ablation", "tokens per step with parts off")):
         if key in report:
             _show_rows(title, report[key])
+    for name, rows in report.get("simulated_drafters", {}).items():
+        columns = next(iter(rows.values()))
+        print_table(
+            f"tokens in the time of a step, with a drafter {name}",
+            ("category", *columns),
+            ((category, *(f"{row[column]:.3f}" for column in columns)) for category, row in rows.items()),
+        )
     for note in report["notes"]:
         typer.echo(note)
 

@@ -19,7 +19,7 @@ from reader_rag.draft.builtin_sources import BuiltinSource
 from reader_rag.draft.profile import Profile
 from reader_rag.draft.prompt_successors import PromptSuccessors
 from reader_rag.draft.source import Budget, RequestState, Verified
-from reader_rag.draft.tree import DATASTORE, SUCCESSOR
+from reader_rag.draft.tree import DATASTORE, EXTERNAL, SUCCESSOR
 from reader_rag.engine.datastore_lookup import RequestLookup
 from reader_rag.errors import ConfigError
 
@@ -237,7 +237,7 @@ class Replayer:
             tally.drafted += sum(len(tree) for tree in trees)
             places = tuple(
                 index.locate(int(tree.sources[node]), int(tree.positions[node]))
-                if tree.sources[node] not in (DATASTORE, SUCCESSOR)
+                if tree.sources[node] not in (DATASTORE, SUCCESSOR, EXTERNAL)
                 else None
                 for node in path
             )

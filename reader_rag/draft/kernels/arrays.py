@@ -105,6 +105,22 @@ class Limits(NamedTuple):
     floor: Any
 
 
+class Proposed(NamedTuple):
+    """What sources from outside propose behind the sequence; column 0 is the root, column n + 1 their node n.
+
+    Attributes:
+        links: int32 [3, size + 1], by column its token (0 for the root), its first child and its next sibling; 0: none.
+        chances: float64 [size + 1], probabilities, given the parent, corrected by `kernels.proposals.correct`.
+        counts: float64 [3, JOINT_CELLS], which correct what search and proposal say together.
+        size: Nodes; 0: nothing is proposed.
+    """
+
+    links: Any
+    chances: Any
+    counts: Any
+    size: Any
+
+
 class RowArrays(NamedTuple):
     """The drafting states of the requests in the rows of a batch (`kernels.rows`).
 

@@ -14,6 +14,10 @@ ORIGINS = 4
 COPY_CELLS = ORIGINS * LENGTH_BUCKETS * ESTIMATE_BUCKETS * LISTED * SUPPORT
 CELLS = COPY_CELLS + 3 * ESTIMATE_BUCKETS
 
+BOTH, SEARCHED, PROPOSED = 0, 1, 2
+"""Kinds of candidates at a node where a source from outside proposes too: proposed by both, or by one of them only."""
+JOINT_CELLS = 3 * ESTIMATE_BUCKETS * ESTIMATE_BUCKETS
+
 HITS, EXPECTED, RATES = 0, 1, 2
 """Rows of the counts: candidates that the target emitted, the sum of their estimates, the correction factors."""
 LEAST_RATE, MOST_RATE = 0.25, 4.0
@@ -69,11 +73,23 @@ def successor_cell(kind: int, estimate: float) -> int:
 
 
 @inlined
+def joint_cell(kind: int, chance: float, other: float) -> int:
+    """The cell of a candidate at a node where a source from outside proposes too.
+
+    Args:
+        kind: `BOTH`, `SEARCHED` or `PROPOSED`.
+        chance: Its probability by search, or where only the proposal has it, by the proposal.
+        other: `BOTH`: its probability by the proposal. Else the sum of the probabilities of what the other has there.
+    """
+    return (kind * ESTIMATE_BUCKETS + estimate_bucket(chance)) * ESTIMATE_BUCKETS + estimate_bucket(other)
+
+
+@inlined
 def count(counts: Any, cell: int, estimate: float, hit: bool) -> None:
     """Add one candidate to the counts of its cell and update the cell's correction factor.
 
     Args:
-        counts: float64 [3, CELLS]; updated.
+        counts: float64 [3, CELLS] or [3, JOINT_CELLS]; updated.
         cell: The candidate's cell.
         estimate: Its probability, uncorrected.
         hit: Whether the target emitted it.

@@ -15,7 +15,8 @@ from reader_rag.draft.kernels.arrays import Chain, Corpora, Estimator, Node, Row
 from reader_rag.draft.kernels.compile import allocating, loop
 from reader_rag.draft.kernels.rows import DRAFTED, MATCHES, OTHER_MATCHES, PROMPT, SIZE, tokens_of
 from reader_rag.draft.kernels.successors import prepare
-from reader_rag.draft.kernels.tree import (
+from reader_rag.draft.kernels.tree import find_children, list_members
+from reader_rag.draft.kernels.workspace import (
     CHANCE,
     FOUND_TOKEN,
     GROUP,
@@ -24,8 +25,6 @@ from reader_rag.draft.kernels.tree import (
     ORDER,
     SCRATCH,
     Workspace,
-    find_children,
-    list_members,
 )
 
 

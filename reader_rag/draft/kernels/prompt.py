@@ -8,7 +8,7 @@ from reader_rag.draft.kernels.arrays import CorpusArrays
 from reader_rag.draft.kernels.compile import inlined, loop
 from reader_rag.draft.kernels.context import EMPTY, find_slot
 from reader_rag.draft.kernels.successors import find_entry
-from reader_rag.draft.kernels.tree import PARENT, POSITION, SOURCE, TOKEN
+from reader_rag.draft.kernels.workspace import PARENT, POSITION, SOURCE, TOKEN
 
 AHEAD = 4
 """Positions behind the source of a copied node that are asked for before a draft gets there."""

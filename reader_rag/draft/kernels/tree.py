@@ -3,76 +3,82 @@
 At a node, the occurrences that still agree with the path (its *members*) vote for their next token. The probability
 that they leave goes to the target's own next tokens after the same two tokens, or else after the same last one, or else
 to those that a *prior* lists (the *successors*). Each estimate is corrected by the factor of its calibration cell.
+
+Where sources from outside propose children of a node too, equal tokens are one child, and the chances of all children
+are estimated again, from what search and the proposal say of them (`join`). A proposed node has the copies that agree
+with it and the successors below it, like any other.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from reader_rag.draft.kernels.arrays import Corpora, CorpusMatches, Estimator, Limits, Node
+from reader_rag.draft.kernels.arrays import Corpora, CorpusMatches, Estimator, Limits, Node, Proposed
 from reader_rag.draft.kernels.cells import MOST_RATE, RATES, copy_cell, count, successor_cell
 from reader_rag.draft.kernels.compile import inlined, loop
 from reader_rag.draft.kernels.context import EMPTY, find_slot
+from reader_rag.draft.kernels.proposals import FIRST_CHILD, join
 from reader_rag.draft.kernels.successors import KEPT, ONE, PAIR, TOKENS, TOTAL, WEIGHTS, prepare, successors
+from reader_rag.draft.kernels.workspace import (
+    CANDIDATE_CELL,
+    CANDIDATE_DEPTH,
+    CANDIDATE_ESTIMATE,
+    CANDIDATE_ORIGIN,
+    CANDIDATE_PARENT,
+    CANDIDATE_PROPOSED,
+    CANDIDATE_START,
+    CANDIDATE_STOP,
+    CANDIDATE_TOKEN,
+    CELL,
+    CHANCE,
+    COLUMNS,
+    DEPTH,
+    ESTIMATE,
+    EXTERNAL,
+    FOUND_BEST,
+    FOUND_CELL,
+    FOUND_PROPOSED,
+    FOUND_SIZE,
+    FOUND_SLOT,
+    FOUND_START,
+    FOUND_TOKEN,
+    FOUND_VOTES,
+    GROUP,
+    KEYS,
+    MATCH_LENGTH,
+    MEMBER_LENGTH,
+    MEMBER_POSITION,
+    MEMBER_SOURCE,
+    MOST,
+    MOVED,
+    NODE_ESTIMATE,
+    ONLY_PROPOSED,
+    ORDER,
+    PADDING,
+    PARENT,
+    PATHS,
+    POSITION,
+    RANKED,
+    SCRATCH,
+    SOURCE,
+    SUCCESSOR,
+    TOKEN,
+    Workspace,
+)
 
 # The first entries of the scoring array; the votes by match length follow.
 UNKNOWN, TRUST, VOTES = 0, 1, 4  # trust in each kind of entry
 
-_MOST = 0.995
-"""Highest probability of a child."""
 ACCEPTANCE_DECAY = 0.95
 """Factor by which the hits and expected hits of earlier steps fade with each step."""
 _FEW = 4
 """Up to so many children are searched one by one."""
 
-# Rows of the int32 workspace. First the tree, a column a node,
-TOKEN, PARENT, DEPTH, SOURCE, POSITION, MATCH_LENGTH, _CELL = range(7)
-TREE_FIELDS = 6
-# then those whose columns are members,
-MEMBER_SOURCE, MEMBER_POSITION, MEMBER_LENGTH, ORDER, GROUP, _MOVED = range(7, 13)
-# those whose columns are the children found at one node,
-FOUND_TOKEN, _FOUND_SIZE, FOUND_BEST, FOUND_CELL, _FOUND_START, _FOUND_SLOT = range(13, 19)
-# those whose columns are candidates,
-_TOKEN, _PARENT, _START, _STOP, _DEPTH, _ORIGIN, _CANDIDATE_CELL, _RANKED = range(19, 27)
-# a hash table from a token to its column among the children found, and an entry made of the prior.
-_KEYS, _COLUMNS, SCRATCH = range(27, 30)
-_INT_ROWS = 30
-_PADDING = 16
-"""Columns behind those that are used, so that a column's rows do not all fall into the same set of the CPU's cache."""
-# Rows of the float64 workspace: path probabilities of the candidates in their order, which become those of the nodes,
-# and the nodes' estimates; then of the children found; and the candidates' estimates.
-PATHS, _EXPECTED, _VOTES, ESTIMATE, CHANCE, _CANDIDATE_ESTIMATE = range(6)
-_FLOAT_ROWS = 6
-
-SUCCESSOR = 3
-"""The source of nodes that only the successors proposed."""
-
-
-class Workspace(NamedTuple):
-    """Memory that a draft is made in; made by `new_workspace`, for one thread at a time.
-
-    Attributes:
-        ints: int32 [_INT_ROWS, width + _PADDING]; width a power of two. The hash table in it is empty (`EMPTY`)
-            between drafts.
-        floats: float64 [_FLOAT_ROWS, width + _PADDING].
-    """
-
-    ints: Any
-    floats: Any
-
-
-def new_workspace(matches: int, max_nodes: int = 0) -> Workspace:
-    """A workspace for drafts of at most that many matches and nodes."""
-    width = 1 << max(2 * matches, matches + KEPT, max_nodes).bit_length()
-    return Workspace(np.full((_INT_ROWS, width + _PADDING), EMPTY, np.int32), np.zeros((_FLOAT_ROWS, width + _PADDING)))
-
 
 @inlined
 def _lookup(ints: Any) -> Any:
     """The hash table from a token to its column among the children found; see `find_slot`."""
-    return ints[_KEYS:SCRATCH, : ints.shape[1] - _PADDING]
+    return ints[KEYS:SCRATCH, : ints.shape[1] - PADDING]
 
 
 @inlined
@@ -92,7 +98,7 @@ def _column(ints: Any, token: int, found: int, hashed: bool) -> int:
 def _group(corpora: Any, node: Any, scoring: Any, ints: Any, floats: Any) -> Any:
     """Group a node's members by their next token.
 
-    `ints[GROUP, start:stop]` becomes each one's group, -1 where its text ends, and `floats[_VOTES, :groups]` their
+    `ints[GROUP, start:stop]` becomes each one's group, -1 where its text ends, and `floats[FOUND_VOTES, :groups]` their
     votes.
 
     Returns:
@@ -115,18 +121,18 @@ def _group(corpora: Any, node: Any, scoring: Any, ints: Any, floats: Any) -> Any
             group = groups
             groups += 1
             ints[FOUND_TOKEN, group] = token
-            ints[_FOUND_SIZE, group] = 0
+            ints[FOUND_SIZE, group] = 0
             ints[FOUND_BEST, group] = member
-            floats[_VOTES, group] = 0.0
+            floats[FOUND_VOTES, group] = 0.0
             if hashed:
                 slot = find_slot(_lookup(ints), token)
-                ints[_KEYS, slot] = token
-                ints[_COLUMNS, slot] = group
-                ints[_FOUND_SLOT, group] = slot
+                ints[KEYS, slot] = token
+                ints[COLUMNS, slot] = group
+                ints[FOUND_SLOT, group] = slot
         weight = scoring[VOTES + min(ints[MEMBER_LENGTH, member] + node.depth, longest)]
         votes += weight
-        floats[_VOTES, group] += weight
-        ints[_FOUND_SIZE, group] += 1
+        floats[FOUND_VOTES, group] += weight
+        ints[FOUND_SIZE, group] += 1
         if ints[MEMBER_LENGTH, member] > ints[MEMBER_LENGTH, ints[FOUND_BEST, group]]:
             ints[FOUND_BEST, group] = member
         ints[GROUP, i] = group
@@ -137,7 +143,7 @@ def _group(corpora: Any, node: Any, scoring: Any, ints: Any, floats: Any) -> Any
 def _forget(ints: Any, groups: int) -> None:
     """Empty the hash table; after all probing, since one slot emptied earlier would cut another token's probe chain."""
     for group in range(groups):
-        ints[_KEYS, ints[_FOUND_SLOT, group]] = EMPTY
+        ints[KEYS, ints[FOUND_SLOT, group]] = EMPTY
 
 
 @loop
@@ -163,7 +169,7 @@ def find_children(corpora: Any, node: Any, estimator: Any, least: float, workspa
     entry, kind = successors(estimator.keys, estimator.entries, estimator.prior, ints[SCRATCH], node.before, node.token)
     known = entry[TOTAL] > 0
     for child in range(groups):
-        floats[ESTIMATE, child] = floats[_VOTES, child] / (votes + 1.0)
+        floats[ESTIMATE, child] = floats[FOUND_VOTES, child] / (votes + 1.0)
         ints[FOUND_CELL, child] = 1 if known else 0
     found = groups
     if known:
@@ -188,7 +194,7 @@ def find_children(corpora: Any, node: Any, estimator: Any, least: float, workspa
             floats[ESTIMATE, found] = estimate
             cell = successor_cell(kind, estimate)
             ints[FOUND_CELL, found] = cell
-            floats[CHANCE, found] = min(estimate * counts[RATES, cell], _MOST)
+            floats[CHANCE, found] = min(estimate * counts[RATES, cell], MOST)
             found += 1
     if hashed:
         _forget(ints, groups)
@@ -202,10 +208,10 @@ def find_children(corpora: Any, node: Any, estimator: Any, least: float, workspa
             ints[MEMBER_LENGTH, best] + node.depth,
             estimate,
             ints[FOUND_CELL, child],
-            ints[_FOUND_SIZE, child] > 1,
+            ints[FOUND_SIZE, child] > 1,
         )
         ints[FOUND_CELL, child] = cell
-        floats[CHANCE, child] = min(estimate * counts[RATES, cell], _MOST)
+        floats[CHANCE, child] = min(estimate * counts[RATES, cell], MOST)
     return groups, found
 
 
@@ -237,7 +243,7 @@ def observe(counts: Any, workspace: Any, nodes: int, tokens: Any, recent: Any) -
     """Count, for every child of an accepted node of the last tree, what was expected of it and whether it was emitted.
 
     Args:
-        counts: float64 [3, CELLS]; updated.
+        counts: float64 [3, CELLS]; or [3, JOINT_CELLS] where something was proposed from outside; updated.
         workspace: `Workspace`, as `build` left it.
         nodes: Nodes of the tree.
         tokens: int32 [n], the emitted tokens.
@@ -257,7 +263,8 @@ def observe(counts: Any, workspace: Any, nodes: int, tokens: Any, recent: Any) -
             if hit:
                 recent[0] += 1.0
                 accepted = node
-            count(counts, ints[_CELL, node], floats[_EXPECTED, node], hit)
+            if ints[CELL, node] >= 0:
+                count(counts, ints[CELL, node], floats[NODE_ESTIMATE, node], hit)
         if accepted < 0:
             return
         parent = accepted
@@ -265,9 +272,16 @@ def observe(counts: Any, workspace: Any, nodes: int, tokens: Any, recent: Any) -
 
 @loop
 def build(
-    sequence: Any, passages: Any, datastore: Any, prompt: int, estimator: Any, workspace: Any, limits: Any
+    sequence: Any,
+    passages: Any,
+    datastore: Any,
+    prompt: int,
+    estimator: Any,
+    proposed: Any,
+    workspace: Any,
+    limits: Any,
 ) -> int:
-    """Grow a draft tree best first from the matches of three corpora and from successors.
+    """Grow a draft tree best first from the matches of three corpora, from successors, and from a proposal.
 
     Args:
         sequence: Prompt and output so far, as a tuple like `CorpusMatches`; at least one token.
@@ -276,6 +290,7 @@ def build(
             `CorpusMatches`.
         prompt: How many of the sequence's tokens are the prompt's.
         estimator: A tuple like `Estimator`.
+        proposed: What sources from outside propose, as a tuple like `Proposed`.
         workspace: A tuple like `Workspace`, of room for all matches and nodes; updated. The tree becomes its columns
             `ints[:TREE_FIELDS, :nodes]`, in order of falling probability, and `floats[PATHS, :nodes]` the path
             probabilities.
@@ -286,26 +301,31 @@ def build(
     """
     own, others, stored = CorpusMatches(*sequence), CorpusMatches(*passages), CorpusMatches(*datastore)
     corpora = Corpora((own.tokens, others.tokens, stored.tokens), (own.size, others.size, stored.size), prompt)
-    known, memory = Estimator(*estimator), Workspace(*workspace)
+    known, outside, memory = Estimator(*estimator), Proposed(*proposed), Workspace(*workspace)
     max_nodes, max_depth, floor = Limits(*limits)
     ints, floats = memory.ints, memory.floats
     # The best `max_nodes` candidates so far, in order; those before `nodes` are in the tree. Any other can never be.
-    paths, ranked = floats[PATHS], ints[_RANKED]
+    paths, ranked = floats[PATHS], ints[RANKED]
     ordered = nodes = depth = start = 0
     prepare(ints[SCRATCH])
     stop = list_members((own.matches, others.matches, stored.matches), (own.found, others.found, stored.found), ints)
+    joins = outside.size > 0
+    at_proposed = 0 if joins else -1  # the node's column of `outside`
     root = int(own.tokens[own.size - 1])
     token, before, above = root, int(own.tokens[own.size - 2]) if own.size > 1 else -1, 1.0
     while True:
         # No candidate below the least of `max_nodes` others is ever taken, and no child is above its parent.
         bar = floor if ordered < max_nodes else max(floor, paths[max_nodes - 1])
-        if depth < max_depth and above * _MOST >= bar:
+        if depth < max_depth and above * MOST >= bar:
             groups, found = find_children(corpora, Node(depth, start, stop, before, token), known, bar / above, memory)
+            joined = at_proposed >= 0 and outside.links[FIRST_CHILD, at_proposed] > 0
+            if joined:
+                found = join(outside, at_proposed, found, memory)
             # Groups become neighbouring slices of the node's own, so that candidates never share a member.
             first = start
             for group in range(groups):
-                ints[_FOUND_START, group] = first
-                first += ints[_FOUND_SIZE, group]
+                ints[FOUND_START, group] = first
+                first += ints[FOUND_SIZE, group]
             for child in range(found):
                 path = above * floats[CHANCE, child]
                 if path < floor:
@@ -324,43 +344,50 @@ def build(
                     at -= 1
                 paths[at] = path
                 ranked[at] = c
-                ints[_TOKEN, c] = ints[FOUND_TOKEN, child]
-                ints[_PARENT, c] = nodes - 1
-                ints[_DEPTH, c] = depth + 1
-                ints[_ORIGIN, c] = ints[FOUND_BEST, child]
-                ints[_CANDIDATE_CELL, c] = ints[FOUND_CELL, child]
-                floats[_CANDIDATE_ESTIMATE, c] = floats[ESTIMATE, child]
-                ints[_START, c] = ints[_STOP, c] = 0
+                ints[CANDIDATE_TOKEN, c] = ints[FOUND_TOKEN, child]
+                ints[CANDIDATE_PARENT, c] = nodes - 1
+                ints[CANDIDATE_DEPTH, c] = depth + 1
+                ints[CANDIDATE_ORIGIN, c] = ints[FOUND_BEST, child]
+                ints[CANDIDATE_CELL, c] = ints[FOUND_CELL, child]
+                floats[CANDIDATE_ESTIMATE, c] = floats[ESTIMATE, child]
+                if joins:
+                    # Counts of joint estimates: what search alone says is counted of the tree of search alone.
+                    ints[CANDIDATE_PROPOSED, c] = ints[FOUND_PROPOSED, child] if joined else -1
+                    if not joined:
+                        ints[CANDIDATE_CELL, c] = -1
+                ints[CANDIDATE_START, c] = ints[CANDIDATE_STOP, c] = 0
                 if child < groups:
-                    ints[_START, c] = ints[_FOUND_START, child]
-                    ints[_STOP, c] = ints[_FOUND_START, child] + ints[_FOUND_SIZE, child]
+                    ints[CANDIDATE_START, c] = ints[FOUND_START, child]
+                    ints[CANDIDATE_STOP, c] = ints[FOUND_START, child] + ints[FOUND_SIZE, child]
             if groups and stop > start + 1:
                 for i in range(start, stop):
                     group = ints[GROUP, i]
                     if group >= 0:
-                        ints[_MOVED, ints[_FOUND_START, group]] = ints[ORDER, i]
-                        ints[_FOUND_START, group] += 1
+                        ints[MOVED, ints[FOUND_START, group]] = ints[ORDER, i]
+                        ints[FOUND_START, group] += 1
                 for i in range(start, first):
-                    ints[ORDER, i] = ints[_MOVED, i]
+                    ints[ORDER, i] = ints[MOVED, i]
         if nodes == ordered:
             return nodes
         c = ranked[nodes]
         above = paths[nodes]
-        token, depth = int(ints[_TOKEN, c]), int(ints[_DEPTH, c])
-        start, stop = int(ints[_START, c]), int(ints[_STOP, c])
-        parent, origin = ints[_PARENT, c], ints[_ORIGIN, c]
+        token, depth = int(ints[CANDIDATE_TOKEN, c]), int(ints[CANDIDATE_DEPTH, c])
+        start, stop = int(ints[CANDIDATE_START, c]), int(ints[CANDIDATE_STOP, c])
+        parent, origin = ints[CANDIDATE_PARENT, c], ints[CANDIDATE_ORIGIN, c]
+        if joins:
+            at_proposed = int(ints[CANDIDATE_PROPOSED, c])
         before = int(ints[TOKEN, parent]) if parent >= 0 else root
         ints[TOKEN, nodes] = token
         ints[PARENT, nodes] = parent
         ints[DEPTH, nodes] = depth
-        ints[_CELL, nodes] = ints[_CANDIDATE_CELL, c]
-        floats[_EXPECTED, nodes] = floats[_CANDIDATE_ESTIMATE, c]
+        ints[CELL, nodes] = ints[CANDIDATE_CELL, c]
+        floats[NODE_ESTIMATE, nodes] = floats[CANDIDATE_ESTIMATE, c]
         if stop > start:
             ints[SOURCE, nodes] = ints[MEMBER_SOURCE, origin]
             ints[POSITION, nodes] = ints[MEMBER_POSITION, origin] + depth - 1
             ints[MATCH_LENGTH, nodes] = ints[MEMBER_LENGTH, origin] + depth - 1
         else:
-            ints[SOURCE, nodes] = SUCCESSOR
+            ints[SOURCE, nodes] = EXTERNAL if origin == ONLY_PROPOSED else SUCCESSOR
             ints[POSITION, nodes] = -1
             ints[MATCH_LENGTH, nodes] = origin
         nodes += 1
