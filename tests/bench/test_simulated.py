@@ -18,10 +18,10 @@ NEW = tuple(
 )
 """Nothing repeats."""
 COPIES = tuple(
-    Trace(f"copy-{n}", "copy", trace.prompt + trace.output + trace.prompt[-3:], trace.output)
+    Trace(f"copy-{n}", "copy", trace.prompt + trace.output[:40] + trace.prompt[-3:], trace.output)
     for n, trace in enumerate(NEW)
 )
-"""The prompt has the answer, behind the same three tokens."""
+"""The prompt has two thirds of the answer, behind the same three tokens."""
 CONFIG = ReplayConfig(sources=("context",))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from costs_stub import EverythingPays
 
 from reader_rag.config import DraftConfig, SamplingParams
+from reader_rag.draft.external.sources import SourceCounts
 from reader_rag.draft.source import Budget, Proposal, RequestState, Verified, make_sources
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation
@@ -23,8 +25,8 @@ from reader_rag.errors import ConfigError, ReaderWarning
 PROMPT = "a b c d e f g h"
 TOKENS = 24
 DOCS = Path(__file__).parents[2] / "docs"
-ALONE = DraftConfig(max_nodes=8, max_successors=0, calibrates=False)
-"""Without the model's own next tokens; a prompt that repeats nothing has no copies either."""
+ALONE = DraftConfig(max_nodes=8, max_successors=0, calibrates=False, gated=False)
+"""Without the model's own next tokens; a prompt that repeats nothing has no copies either. Sources are asked always."""
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,33 @@ class TestCalls:
             assert generate(engine).stats.steps == 5
         assert len(made) == 2
         assert all(len(source.states) == 5 for source in made)
+
+
+class TestPayoff:
+    def test_one_that_never_pays_is_asked_for_nothing_after_a_while(self, engine: Engine, plain: Generation) -> None:
+        source = Scripted([(token + 1) % 50 for token in plain.token_ids])
+        source.proposal_seconds = 10.0  # type: ignore[attr-defined]
+        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+        for request in range(3):
+            result = engine.generate(
+                engine.encode(PROMPT),
+                params,
+                draft=replace(ALONE, gated=True),
+                draft_sources=[lambda: source],
+                tenant="never pays",
+            )
+            assert result.token_ids == plain.token_ids
+            counts = result.stats.draft_sources["Scripted"]
+            assert counts.asked + counts.skipped == TOKENS - 1 - 1  # the last step drafts nothing
+            assert counts.asked == (0 if request else 1)
+        assert len(source.verified) == 3 * TOKENS
+
+    def test_what_it_proposed_and_what_was_accepted_is_counted(self, engine: Engine, plain: Generation) -> None:
+        source = Scripted(plain.token_ids)
+        source.name = "script"  # type: ignore[attr-defined]
+        stats = generate(engine, source).stats
+        assert stats.draft_sources == {"script": SourceCounts(asked=5, skipped=0, proposed=18, accepted=18)}
+        assert stats.to_dict()["draft_sources"]["script"]["accepted"] == 18
 
 
 class _Raises(Scripted):

@@ -13,8 +13,9 @@ from statistics import median
 _WORTH = 4.0
 """Tokens that a proposal may add, before anything is known: the standard deviation that estimates begin with. A source
 that adds nothing has cost about as many tokens of time when it is asked no more."""
-_SHARED = 2.0
-"""Weight, in proposals, of the mean over all classes in that of one."""
+_SHARED = 8.0
+"""Weight, in proposals, of the mean over all classes in that of one: what proposals of a class add varies about so many
+times as much as what classes add on average."""
 _MEMORY = 1024.0
 """Proposals over which a class's estimate is formed; older ones fade."""
 _RECENT = 8.0
@@ -25,41 +26,66 @@ _PROBED = 1.0 / 256.0
 """Share of all time in which a source is asked where it does not pay, so that its estimate can recover."""
 _CALLS = 15
 """Calls whose median time counts."""
-_FADES = 0.97
+_FADES = 0.99
 """Factor by which the tokens and seconds of earlier steps fade with each step."""
-_STARTS_FROM = 5.0
-"""Steps that the pace of earlier requests weighs in that of a new one."""
+_PACE_SHARED = 2.0
+"""Weight, in steps, of all steps in the pace of one class."""
+
+
+class _Steps:
+    """Tokens and seconds of steps, older ones fading."""
+
+    def __init__(self) -> None:
+        self.tokens = self.seconds = self.count = 0.0
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        self.tokens = _FADES * self.tokens + tokens
+        self.seconds = _FADES * self.seconds + seconds
+        self.count = _FADES * self.count + 1.0
 
 
 class Pace:
-    """Tokens that are emitted in a second, over the last steps.
+    """Tokens that are emitted in a second after a step of some class; see `class_of`.
 
-    Args:
-        earlier: The pace of earlier requests, from which that of a new one starts; None: nothing is known.
+    A token that a source adds saves the time in which the steps that follow would have emitted it. Texts are copied in
+    stretches: after a step in which search expects much, tokens come fast and are worth little, and where it expects
+    nothing they come slowly.
     """
 
-    def __init__(self, earlier: Pace | None = None) -> None:
-        self._tokens = self._seconds = self._steps = 0.0
-        if earlier is not None and earlier._steps > 0.0:
-            share = min(_STARTS_FROM / earlier._steps, 1.0)
-            self._tokens, self._seconds = share * earlier._tokens, share * earlier._seconds
-            self._steps = share * earlier._steps
+    def __init__(self) -> None:
+        self._all = _Steps()
+        self._classes: dict[int, _Steps] = {}
 
-    def observe(self, tokens: float, seconds: float) -> None:
+    def observe(self, before: float, tokens: float, seconds: float) -> None:
         """Count a step.
 
         Args:
+            before: Tokens that the draft of search in the step before it was expected to gain.
             tokens: Emitted tokens.
             seconds: Its time, proposing included.
         """
-        self._tokens = _FADES * self._tokens + tokens
-        self._seconds = _FADES * self._seconds + seconds
-        self._steps = _FADES * self._steps + 1.0
+        for steps in (self._all, self._classes.setdefault(class_of(before), _Steps())):
+            steps.observe(tokens, seconds)
 
-    @property
-    def rate(self) -> float | None:
-        """Tokens a second; None before the first step."""
-        return self._tokens / self._seconds if self._seconds > 0.0 else None
+    def rate(self, expected: float) -> float | None:
+        """Tokens a second in the steps that follow; None before the first step.
+
+        Args:
+            expected: Tokens that the draft of search is expected to gain in this step.
+        """
+        if not self._all.count:
+            return None
+        steps, share = self._classes.get(class_of(expected), _Steps()), _PACE_SHARED / self._all.count
+        return (steps.tokens + share * self._all.tokens) / (steps.seconds + share * self._all.seconds)
+
+
+def class_of(expected: float) -> int:
+    """The class of a step: half octaves of the tokens that it emits without a source.
+
+    Args:
+        expected: Tokens that its draft is expected to gain.
+    """
+    return int(2.0 * math.log2(1.0 + max(expected, 0.0)))
 
 
 class CallTime:
@@ -190,4 +216,4 @@ class Payoff:
         return math.sqrt(gains.variance(self._all.variance(), _SHARED) / weight)
 
     def _of(self, expected: float) -> _Gains:
-        return self._classes.setdefault(int(2.0 * math.log2(1.0 + max(expected, 0.0))), _Gains())
+        return self._classes.setdefault(class_of(expected), _Gains())

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.draft.checked_source import CheckedSource, given_parent, merge
-from reader_rag.draft.external.payoff import Pace
 from reader_rag.draft.external.state import ExternalState, SourceState
 from reader_rag.draft.kernels import proposals as kernels
 from reader_rag.draft.kernels.arrays import Proposed
@@ -48,7 +47,7 @@ class _Asked:
         before: The part of the draft without it that would have been verified.
         after: The same with it.
         expected: Expected accepted tokens of `before`.
-        longer: Seconds that a pass over `after` takes longer than one over `before`.
+        longer: Tokens that are emitted in the time that a pass over `after` takes longer than one over `before`.
     """
 
     source: int
@@ -81,7 +80,7 @@ class ExternalSources:
     ) -> None:
         self._sources = tuple(sources)
         self._state = state
-        self._pace = Pace(state.pace)
+        self._expected = self._before = 0.0
         self._gated = gated
         self._learns = learns
         self._asked: list[_Asked] = []
@@ -129,6 +128,7 @@ class ExternalSources:
         self._asked, self._counted = [], self._learns
         proposals = DraftTree.empty()
         head = _paying(tree, times)
+        self._expected = head.expected_accepted
         for number, source in enumerate(self._sources):
             known = self._state.of(source.name)
             expected = head.expected_accepted
@@ -143,6 +143,7 @@ class ExternalSources:
             proposals = merge(proposals, self._corrected(own, chances, known), budget) if len(own) else proposals
             before, head = head, head if not len(own) else _paying(tree := join(self._linked(proposals)), times)
             longer = 0.0 if times is None else float(times[len(head)] - times[len(before)])
+            longer *= self._state.pace.rate(self._expected) or 0.0
             self._asked.append(_Asked(number, own, chances, before, head, expected, longer))
         return tree
 
@@ -164,7 +165,7 @@ class ExternalSources:
             hits = kernels.observe(own.tokens, own.parents, asked.chances, emitted, scratch)
             self.counts[asked.source].accepted += hits
             gain = _walked(asked.after, emitted) - _walked(asked.before, emitted)
-            known.payoff.observe(asked.expected, gain - asked.longer * (self._pace.rate or 0.0))
+            known.payoff.observe(asked.expected, gain - asked.longer)
         self._asked = []
         for source in self._sources:
             source.observe(verified)
@@ -177,8 +178,8 @@ class ExternalSources:
             sequences: Sequences that it extended: all of them wait while a source of one is asked.
         """
         if self._emitted:
-            for pace in (self._pace, self._state.pace):
-                pace.observe(self._emitted * sequences, seconds)
+            self._state.pace.observe(self._before, self._emitted * sequences, seconds)
+        self._before = self._expected
         self._emitted = 0
         for source in self._sources:
             self._state.of(source.name).payoff.spent(seconds)
@@ -190,7 +191,7 @@ class ExternalSources:
 
     def _pays(self, source: CheckedSource, known: SourceState, expected: float) -> bool:
         """Whether to ask a source beside a draft that is expected to gain so many tokens."""
-        declared, rate = source.declared_seconds, self._pace.rate
+        declared, rate = source.declared_seconds, self._state.pace.rate(self._expected)
         seconds = known.time.seconds if declared is None else declared
         if seconds is None or rate is None:
             return True

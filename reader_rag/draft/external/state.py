@@ -31,7 +31,7 @@ class ExternalState:
     Attributes:
         joint: float64 [3, JOINT_CELLS], hits and expected hits of candidates at nodes where a source proposes too, and
             the factors that follow from them, as in `Calibration.counts`.
-        pace: Tokens that are emitted in a second, over the last steps of any request.
+        pace: Tokens that are emitted in a second, by what search expects.
     """
 
     def __init__(self) -> None:

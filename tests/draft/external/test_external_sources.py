@@ -190,6 +190,7 @@ class TestCorrecting:
         drafting = Drafting([1, 2], Chain([99], 0.9))
         for token in range(10, 20):
             assert paths(drafting.propose())[99,][1] == pytest.approx(0.9)
+            drafting.search.skip()
             drafting.external.skip()
             drafting.observe(token)
 

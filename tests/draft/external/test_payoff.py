@@ -66,24 +66,21 @@ class TestPayoff:
         assert payoff.estimate(10.0) == pytest.approx(3.0)  # nothing is known of it but that
         for _ in range(50):
             payoff.observe(10.0, 0.0)
-        assert payoff.estimate(10.0) == pytest.approx(2 * 1.5 / 52, abs=0.02)
+        assert payoff.estimate(10.0) == pytest.approx(8 * 1.5 / 58, abs=0.02)
 
 
-def test_the_pace_follows_the_last_steps() -> None:
+def test_the_pace_is_that_of_the_steps_that_follow_and_leans_on_all() -> None:
     pace = Pace()
-    assert pace.rate is None
-    for _ in range(10):
-        pace.observe(4, 2.0)
-    assert pace.rate == pytest.approx(2.0)
+    assert pace.rate(0.0) is None
+    for _ in range(400):
+        pace.observe(0.0, 1, 2.0)
+        pace.observe(10.0, 12, 2.0)
+    assert pace.rate(0.0) == pytest.approx(0.5, abs=0.5)
+    assert pace.rate(10.0) == pytest.approx(6.0, abs=0.5)
+    assert pace.rate(3.0) == pytest.approx(3.25, abs=0.1)  # nothing is known of it
     for _ in range(300):
-        pace.observe(1, 2.0)
-    assert pace.rate == pytest.approx(0.5, abs=0.01)
-    later = Pace(pace)
-    assert later.rate == pace.rate
-    for _ in range(20):
-        later.observe(4, 2.0)
-    assert later.rate == pytest.approx(1.8, abs=0.1)
-    assert Pace(Pace()).rate is None
+        pace.observe(10.0, 2, 2.0)
+    assert pace.rate(10.0) == pytest.approx(1.0, abs=0.1)
 
 
 def test_the_time_of_a_call_is_the_median_of_those_without_a_pause() -> None:
