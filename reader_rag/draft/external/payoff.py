@@ -56,16 +56,17 @@ class Pace:
         self._all = _Steps()
         self._classes: dict[int, _Steps] = {}
 
-    def observe(self, before: float, tokens: float, seconds: float) -> None:
+    def observe(self, before: float | None, tokens: float, seconds: float) -> None:
         """Count a step.
 
         Args:
-            before: Tokens that the draft of search in the step before it was expected to gain.
+            before: Tokens that the draft of search in the step before it was expected to gain; None: it was the first.
             tokens: Emitted tokens.
             seconds: Its time, proposing included.
         """
-        for steps in (self._all, self._classes.setdefault(class_of(before), _Steps())):
-            steps.observe(tokens, seconds)
+        self._all.observe(tokens, seconds)
+        if before is not None:
+            self._classes.setdefault(class_of(before), _Steps()).observe(tokens, seconds)
 
     def rate(self, expected: float) -> float | None:
         """Tokens a second in the steps that follow; None before the first step.

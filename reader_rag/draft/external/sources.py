@@ -80,7 +80,8 @@ class ExternalSources:
     ) -> None:
         self._sources = tuple(sources)
         self._state = state
-        self._expected = self._before = 0.0
+        self._expected = 0.0
+        self._before: float | None = None  # `_expected` in the step before; None: there was none
         self._gated = gated
         self._learns = learns
         self._asked: list[_Asked] = []
