@@ -64,15 +64,11 @@ class DecodeSequence:
         self._changing = threading.RLock()  # a callback may read `result`
         self._max_tokens = min(request.params.max_tokens, context.context_window - len(request.prompt.token_ids))
         self._eos_ids = frozenset[int]() if request.params.ignore_eos else context.eos_ids
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._margins: list[float] = []
-        self._taken = 0
+        self._tokens, self._logprobs, self._margins = list[int](), list[TokenLogprobs](), list[float]()
+        self._taken, self._began = 0, 0.0
         self._complete = self._skips = False
-        self._counts: Counter[str] = Counter()
-        self._accepted: Counter[str] = Counter()
+        self._counts, self._accepted = Counter[str](), Counter[str]()
         self._seconds = {"queue": 0.0, "ttft": 0.0, "decode": 0.0, "draft": 0.0}
-        self._began = 0.0
         self._texts: IndexedTexts | None = None
         self._state: _State | None = None
         self._copied: tuple[CopiedSpan, ...] = ()
@@ -124,8 +120,7 @@ class DecodeSequence:
     @property
     def keeps_states(self) -> bool:
         """Whether hidden states of its prompt are kept, so that drafts can ask for what follows its positions."""
-        learns = self.drafts and self.request.draft.max_successors > 0
-        return learns and asked_positions_pay(self._context.target)
+        return self.drafts and self.request.draft.max_successors > 0 and asked_positions_pay(self._context.target)
 
     @property
     def state_bytes(self) -> int:
@@ -179,8 +174,7 @@ class DecodeSequence:
         depth = self._max_tokens - len(self._tokens) - 1
         target = self._context.target
         deepest = target.deepest(state.cache.length)
-        if deepest is not None:
-            depth = min(depth, deepest)
+        depth = depth if deepest is None else min(depth, deepest)
         with self._callbacks():
             tree = state.proposer.skip() if skip else state.proposer.propose(depth, state.cache.length)
         constraint = self.request.constraint
@@ -252,8 +246,7 @@ class DecodeSequence:
             accepted, emitted = accept_path(tree, lambda node: choose(node + 1), self._emit)
             rows = [0, *(node + 1 for node in accepted)]
             state.cache.commit(rows)
-            self._counts["steps"] += 1
-            self._counts["drafted"] += len(tree)
+            self._counts.update(steps=1, drafted=len(tree))
             self._record(logits, rows[: len(emitted)], emitted)
             return len(emitted), self._observe(state, tree, accepted, emitted)
 
