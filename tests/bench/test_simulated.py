@@ -68,8 +68,3 @@ class TestReplay:
         for row in compare(traces, CONFIG, [Drafter(quality, cost)], {}, None).values():
             for category, rates in row.items():
                 assert rates["ratio"] > 0.99, (category, rates)
-
-    def test_inside_copies_the_drafter_is_hardly_asked(self) -> None:
-        outcomes = replay_drafted((*NEW, *COPIES) * 4, CONFIG, Drafter(0.8, 0.2), {}, None)
-        assert outcomes["new"].asked > 0.9 * outcomes["new"].steps
-        assert outcomes["copy"].asked < 0.6 * outcomes["copy"].steps

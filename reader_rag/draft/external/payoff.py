@@ -196,9 +196,10 @@ class Payoff:
             expected: As it was given to `asks`.
             gain: Tokens that the step emitted more than it would have without, less what it took longer.
         """
-        for gains in (self._all, self._of(expected)):
-            gains.observe(gain)
-            gains.forget_if_changed()
+        gains = self._of(expected)
+        for counted in (self._all, gains):
+            counted.observe(gain)
+        gains.forget_if_changed()
 
     def spent(self, seconds: float) -> None:
         """Count the time of a step.
