@@ -10,7 +10,7 @@ import typer
 
 from reader_rag.bench import options
 from reader_rag.bench.output import print_report, progress, weights_type
-from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
+from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError, ReaderWarning
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -96,6 +96,7 @@ def verify(
         "trust_remote_code": trust_remote_code,
     }
     drafting: dict[str, Any] = {"draft_model": draft_model, "draft_quantization": draft_quantization}
+    drafting["draft"] = DraftConfig(gated=False)  # a draft model is tested also where it does not pay
     engine = Engine.load(model, dtype=dtype, quantization=quantization, **loading, **drafting)
     if against is not None:
         from reader_rag.bench.verify.against import compare, show

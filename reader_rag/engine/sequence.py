@@ -166,8 +166,7 @@ class DecodeSequence:
         """
         state = self._state
         assert state is not None
-        # Where no draft has paid for a while, learning for drafts does not either.
-        self._skips = skip
+        self._skips = skip  # where no draft has paid for a while, learning for drafts does not either
         if not self.drafts:
             return DraftTree.empty()
         # A step emits one token more than it accepts; a longer draft would be cut off.

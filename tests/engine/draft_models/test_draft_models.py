@@ -31,8 +31,8 @@ from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.quantization.loader import quantise_in_memory
 
 TOKENS = 23
-CHAIN = DraftConfig(max_nodes=16, max_successors=0, calibrates=False, model_branches=1)
-TREE = DraftConfig(max_nodes=16, max_successors=0, calibrates=False)
+CHAIN = DraftConfig(max_nodes=16, max_successors=0, calibrates=False, gated=False, model_branches=1)
+TREE = DraftConfig(max_nodes=16, max_successors=0, calibrates=False, gated=False)
 SAMPLED = {"temperature": 0.8, "seed": 7, "top_p": 0.95, "repetition_penalty": 1.2}
 LAYERS = COMMON | {"num_hidden_layers": 8}
 """Of a target deep enough for a head's default layers."""
