@@ -31,7 +31,10 @@ from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.quantization.loader import quantise_in_memory
 
 TOKENS = 23
-CHAIN = DraftConfig(max_nodes=16, max_successors=0, calibrates=False, gated=False, model_branches=1)
+CHAIN = DraftConfig(
+    max_nodes=16, max_successors=0, calibrates=False, gated=False, min_probability=0.0, model_branches=1
+)
+"""A random model is sure of nothing: all that it drafts enters the tree."""
 TREE = DraftConfig(max_nodes=16, max_successors=0, calibrates=False, gated=False)
 SAMPLED = {"temperature": 0.8, "seed": 7, "top_p": 0.95, "repetition_penalty": 1.2}
 LAYERS = COMMON | {"num_hidden_layers": 8}
