@@ -7,6 +7,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,22 @@ def test_a_perfect_assistant_drafts_only_what_is_accepted(
         assert drafted == tokens[length : length + 4]
     length, drafted = proposals[-1]
     assert drafted[: len(tokens) - length] == tokens[length:][: len(drafted)]
+
+
+def test_an_assistant_that_never_pays_is_asked_for_nothing_after_a_while(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelSource, "proposal_seconds", 10.0, raising=False)
+    model = make_model("Llama", LAYERS)
+    engine, prompt = make_engine(model, replace(CHAIN, gated=True), assistant=model), prompt_of(20)
+    expected = answer(engine, prompt, speculate=False).token_ids
+    asked = []
+    for _ in range(3):
+        result = answer(engine, prompt)
+        assert result.token_ids == expected
+        (counts,) = result.stats.draft_sources.values()
+        asked.append(counts.asked)
+    assert asked[1:] == [0, 0]
 
 
 def test_a_draw_without_a_seed_is_drafted_by_the_same_draw(
