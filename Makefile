@@ -3,6 +3,7 @@ PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 ATTACK_SECONDS ?= 55
+TEST_WORKERS ?= 2
 SOAK_SECONDS ?= 3600
 SOAK_ARGS ?=
 
@@ -29,16 +30,19 @@ INSTALLED_VLLM := $(VENV_VLLM)/.stamp-installed
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | \
 		awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
-	@echo 'Variables: PYTHON=python3.12, DEMO_ARGS="--max-tokens 48", PYTEST_ARGS="-k tree"'
+	@echo 'Variables: PYTHON=python3.12, DEMO_ARGS="--max-tokens 48", PYTEST_ARGS="-k tree", TEST_WORKERS=8'
 
 demo: $(INSTALLED) ## Install, then answer a question about real documents and compare with plain decoding
 	$(BIN)/reader-rag demo $(DEMO_ARGS)
 
-test: $(INSTALLED_DEV) ## Install with the test tools, then run the tests that take about five minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not browser" $(PYTEST_ARGS)
+# Processes share the tests. OpenMP's threads sleep while they wait, so that those of one do not hold up the others'.
+PYTEST_PARALLEL := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
+
+test: $(INSTALLED_DEV) ## Install with the test tools, then run the tests that are not slow
+	$(PYTEST_PARALLEL) -m "not slow and not browser" $(PYTEST_ARGS)
 
 test-all: $(INSTALLED_DEV) ## The same with the slow tests: the whole suite, but for the tests in a browser
-	$(BIN)/python -m pytest -m "not browser" $(PYTEST_ARGS)
+	$(PYTEST_PARALLEL) -m "not browser" $(PYTEST_ARGS)
 
 test-attack: $(INSTALLED_DEV) ## Run the fuzzers of hostile files, requests and servers; ATTACK_SECONDS=60 each
 	READER_RAG_ATTACK_SECONDS=$(ATTACK_SECONDS) $(BIN)/python -m pytest -q tests/attack $(PYTEST_ARGS)
@@ -51,8 +55,8 @@ soak: $(INSTALLED_DEV) ## Ask, ingest, delete, cancel and kill for an hour, and 
 	$(BIN)/python tests/soak/soak.py --seconds $(SOAK_SECONDS) $(SOAK_ARGS)
 
 coverage: $(INSTALLED_DEV) ## Run the whole suite and report covered lines; fails if `make test` covers under 90% of them
-	COVERAGE_FILE=.coverage.fast $(BIN)/python -m pytest -q -m "not slow and not browser" --cov --cov-report= $(PYTEST_ARGS)
-	COVERAGE_FILE=.coverage.slow $(BIN)/python -m pytest -q -m "slow and not browser" --cov --cov-report= $(PYTEST_ARGS)
+	COVERAGE_FILE=.coverage.fast $(PYTEST_PARALLEL) -q -m "not slow and not browser" --cov --cov-report= $(PYTEST_ARGS)
+	COVERAGE_FILE=.coverage.slow $(PYTEST_PARALLEL) -q -m "slow and not browser" --cov --cov-report= $(PYTEST_ARGS)
 	$(BIN)/python .ci/coverage_share.py .coverage.fast .coverage.slow
 
 # vLLM's environment has no GGUF reader, so the model is converted by the other one.

@@ -163,9 +163,9 @@ def test_models_whose_attention_goes_by_the_slot_draft_chains_and_say_so(
     assert "drafts have no branches" in notes[0]
     verify, verified = engine.target.verify, []
 
-    def recorded(root: int, tree: DraftTree, cache: Any) -> torch.Tensor:
+    def recorded(root: int, tree: DraftTree, *others: Any) -> torch.Tensor:
         verified.append(tree)
-        return verify(root, tree, cache)
+        return verify(root, tree, *others)
 
     monkeypatch.setattr(engine.target, "verify", recorded)
     answer(engine, prompt_of(40))
