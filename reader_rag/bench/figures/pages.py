@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reader_rag.bench.figures.tables import TABLES, drafters, overview
+from reader_rag.bench.figures.tables import TABLES, drafters, overview, plotted_speeds
 from reader_rag.errors import ConfigError, MissingDependencyError
 from reader_rag.util.files import atomic_path
 
@@ -189,11 +189,7 @@ def _write_plots(report: Mapping[str, Any], folder: Path) -> list[str]:
     figures: dict[str, tuple[dict[str, dict[str, float]], str]] = {}
     sections = report["sections"]
     if "speed" in sections:
-        speeds: dict[str, dict[str, float]] = {}
-        for label, part in sections["speed"]["parts"].items():
-            for name, row in (part["report"] or {"methods": {}})["methods"].items():
-                speeds.setdefault(name, {})[label] = row["decode_tokens_per_s"]
-        figures["speed"] = (speeds, "decoding tokens/s")
+        figures["speed"] = (plotted_speeds(sections["speed"]["parts"]), "decoding tokens/s")
     if "tokens-per-step" in sections:
         figures["tokens-per-step"] = (drafters(sections["tokens-per-step"]["parts"]), "tokens per step")
     written = []

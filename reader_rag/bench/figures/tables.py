@@ -14,6 +14,7 @@ _VARIANTS = {
     "hf-lookup": "its prompt lookup",
     "llama-cpp": "llama.cpp",
 }
+_NO_MARKUP = str.maketrans("", "", "*`")
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -64,6 +65,20 @@ def _variant(name: str) -> str:
 def _gguf_type(report: Mapping[str, Any]) -> str:
     """How the file that llama.cpp read is quantised, e.g. "Q4_1"."""
     return str(report["llama_cpp"]["type"]).removeprefix("MOSTLY_")
+
+
+def plotted_speeds(parts: Parts) -> dict[str, dict[str, float]]:
+    """Decoding tokens a second by method, then by type of the weights.
+
+    Args:
+        parts: Outcomes of the section "speed".
+    """
+    speeds: dict[str, dict[str, float]] = {}
+    for label, report in _reports(parts):
+        for name, row in report["methods"].items():
+            held = _gguf_type(report) if name == "llama-cpp" else label
+            speeds.setdefault(_variant(name).translate(_NO_MARKUP), {})[held] = row["decode_tokens_per_s"]
+    return speeds
 
 
 def _generate_tables(parts: Parts, first: str) -> str:
