@@ -125,12 +125,6 @@ class InputBuffer:
         fields = values[shape.rows :].view(_FIELDS, shape.rows, shape.width)
         return StepInputs(values[: shape.rows, None], *fields.unbind())
 
-    def forget_moves(self, shape: StepShape, scratch: int) -> None:
-        """Move nothing when the step on the device is computed again."""
-        inputs = self.views(shape)
-        inputs.sources.fill_(scratch)
-        inputs.targets.fill_(scratch)
-
 
 def padded_tree(
     root: int, tree: DraftTree, width: int
