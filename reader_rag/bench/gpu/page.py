@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from reader_rag.bench.figures.tables import markdown_table
 from reader_rag.bench.gpu.steps import StepTime
 
 _WAYS = ("dynamic", "called", "replayed")
@@ -26,51 +27,46 @@ def page_of(report: Mapping[str, Any], steps: Sequence[StepTime], answers: Mappi
     parts = ["# One GPU, measured", ""]
     if not report["is_gpu"]:
         parts += [_NOT_A_GPU, ""]
-    parts += ["## Machine", "", *_table(("what", "value"), report["machine"].items()), ""]
+    machine = ((name, str(value).replace("|", "/")) for name, value in report["machine"].items())
+    parts += ["## Machine", "", markdown_table(("what", "value"), machine)]
     parts += [
         "## Steps",
         "",
         "Median milliseconds of a step, up to the best tokens on the host. dynamic: every pass has the shape it needs. "
         "called: passes of few shapes. replayed: these as CUDA graphs.",
         "",
-        *_step_table(steps),
-        "",
+        _step_table(steps),
     ]
     for title, one in answers.items():
-        parts += [f"## {title}", "", *_answer_table(one), ""]
-    parts += ["## Memory", "", *_table(("what", "MiB"), _mebibytes(report["memory_bytes"])), ""]
-    parts += ["## Graphs", "", *_table(("what", "number"), report["graphs"].items()), ""]
+        parts += [f"## {title}", "", _answer_table(one)]
+    parts += ["## Memory", "", markdown_table(("what", "MiB"), _mebibytes(report["memory_bytes"]))]
+    parts += ["## Graphs", "", markdown_table(("what", "number"), report["graphs"].items())]
     return "\n".join(parts)
 
 
-def _step_table(steps: Sequence[StepTime]) -> list[str]:
+def _step_table(steps: Sequence[StepTime]) -> str:
     shapes = dict.fromkeys((one.rows, one.width, one.context) for one in steps)
     by_shape = {(one.way, one.rows, one.width, one.context): one.ms for one in steps}
     rows = []
     for shape in shapes:
         times = [by_shape.get((way, *shape)) for way in _WAYS]
         rows.append((*shape, *("-" if ms is None else f"{ms:.2f}" for ms in times)))
-    return _table(("sequences", "positions of each", "behind", *_WAYS), rows)
+    return markdown_table(("sequences", "positions of each", "behind", *_WAYS), rows)
 
 
-def _answer_table(report: Mapping[str, Any]) -> list[str]:
+def _answer_table(report: Mapping[str, Any]) -> str:
     if "refused" in report:
-        return [f"Refused: {report['refused']}"]
+        return f"Refused: {report['refused']}\n"
     rows = [
-        (method, f"{run['decode_tokens_per_s']:.1f}", run["mat"], run["ms_per_step"])
+        (method, f"{run['decode_tokens_per_s']:.1f}", str(run["mat"]), str(run["ms_per_step"]))
         for method, run in report["methods"].items()
     ]
-    lines = _table(("method", "tokens/s of decoding", "tokens/step", "ms/step"), rows)
+    table = markdown_table(("method", "tokens/s of decoding", "tokens/step", "ms/step"), rows)
     ratio = report["ratios"].get("reader/plain")
     if ratio is not None and ratio["total"] is not None:
-        lines += ["", f"reader/plain: {ratio['total']:.2f} times over {report['prompts']} prompts."]
-    return lines
+        table += f"\nreader/plain: {ratio['total']:.2f} times over {report['prompts']} prompts.\n"
+    return table
 
 
 def _mebibytes(sizes: Mapping[str, int]) -> Iterable[tuple[str, str]]:
     return ((name, f"{size / 2**20:.1f}") for name, size in sizes.items())
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
-    return lines + [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
