@@ -139,10 +139,12 @@ class ExternalSources:
                 self.counts[number].skipped += 1
                 self._paused[number] = True
                 continue
-            own = self._ask(number, known, state, budget)
+            own, before = self._ask(number, known, state, budget), head
             chances = given_parent(own)
-            proposals = merge(proposals, self._corrected(own, chances, known), budget) if len(own) else proposals
-            before, head = head, head if not len(own) else _paying(tree := join(self._linked(proposals)), times)
+            if len(own):
+                proposals = merge(proposals, self._corrected(own, chances, known), budget)
+                tree = join(self._linked(proposals))
+                head = _paying(tree, times)
             longer = 0.0 if times is None else float(times[len(head)] - times[len(before)])
             longer *= self._state.pace.rate(self._expected) or 0.0
             self._asked.append(_Asked(number, own, chances, before, head, expected, longer))
