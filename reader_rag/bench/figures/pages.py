@@ -36,10 +36,10 @@ def section_markdown(report: Mapping[str, Any], name: str, *, heading: bool = Fa
     if table:
         lines.append(table)
     lines.append("<!-- types-only -->\n```bash\n" + "\n".join(part["command"] for part in parts.values()) + "\n```\n")
-    told = (
+    notes = (
         note for part in parts.values() if isinstance(part["report"], dict) for note in part["report"].get("notes", ())
     )
-    lines += [f"Note: {note}.\n" for note in dict.fromkeys(told)]
+    lines += [f"Note: {note}.\n" for note in dict.fromkeys(notes)]
     lines += [f"Failed: {label}: {part['error']}.\n" for label, part in parts.items() if part["error"] is not None]
     lines.append(_measured(report, parts))
     return "\n".join(lines)
@@ -48,11 +48,11 @@ def section_markdown(report: Mapping[str, Any], name: str, *, heading: bool = Fa
 def _measured(report: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> str:
     """Where and when the parts were measured."""
     found = dict.fromkeys((part["version"], part["commit"], part["date"], part["processor"]) for part in parts.values())
-    told = []
+    runs = []
     for version, commit, date, processor in found:
         at = f" at commit {commit}" if commit else ""
-        told.append(f"reader-rag {version}{at}, {date}, {processor}")
-    return f"Measured with {'; '.join(told)}; prompts: {report['prompts']}.\n"
+        runs.append(f"reader-rag {version}{at}, {date}, {processor}")
+    return f"Measured with {'; '.join(runs)}; prompts: {report['prompts']}.\n"
 
 
 def block_markdown(report: Mapping[str, Any], name: str) -> str | None:
@@ -198,7 +198,7 @@ def _write_plots(report: Mapping[str, Any], folder: Path) -> list[str]:
             continue
         try:
             plot_bars(rows, label, folder / f"{name}.svg")
-        except MissingDependencyError:  # told as an absent package
+        except MissingDependencyError:  # listed as an absent package
             return []
         written.append(f"{name}.svg")
     return written

@@ -1,4 +1,4 @@
-"""Whether a target gets a fixed step: found by trying, and told where it does not."""
+"""Whether a target gets a fixed step: found by trying; a warning says why where it does not."""
 
 from __future__ import annotations
 
