@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import (
     LogitsProcessor,
@@ -21,43 +20,13 @@ from transformers import (
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
-    TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 
 from reader_rag.config import SamplingParams
 from reader_rag.errors import CallbackError, ConfigError
+from reader_rag.sampling.nucleus import TopP
 from reader_rag.sampling.sampler import Processor
-
-
-class TopP(LogitsProcessor):
-    """`TopPLogitsWarper` of `transformers`, to the last bit, and faster on the CPU.
-
-    `TopPLogitsWarper` sorts scores together with their indices, which takes a good part of a small model's step. The
-    sorted scores alone show which of them are too low.
-
-    Args:
-        top_p: Sum that the probabilities of the tokens that stay must reach, in 0..1.
-    """
-
-    def __init__(self, top_p: float) -> None:
-        self.top_p = top_p
-        self._reference: Processor = TopPLogitsWarper(top_p)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Mask the scores of all tokens outside the nucleus; arguments and result of a `Processor`."""
-        if scores.device.type != "cpu" or scores.dtype != torch.float32 or len(scores) != 1:
-            return self._reference(input_ids, scores)
-        values = torch.from_numpy(np.sort(scores.detach().numpy()))
-        if values[0, -1].isnan():
-            return self._reference(input_ids, scores)
-        # Computed as by `TopPLogitsWarper`: the last digits decide which token is the last to stay.
-        too_low = values.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
-        count = min(int(too_low.sum()), len(values[0]) - 1)
-        removed = scores < values[0, count]
-        if int(removed.sum()) != count:  # of equal scores, the order of the reference's sort decides
-            return self._reference(input_ids, scores)
-        return scores.masked_fill(removed, -torch.inf)
 
 
 class LogitBias(LogitsProcessor):

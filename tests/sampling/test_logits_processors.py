@@ -9,14 +9,9 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from costs_stub import EverythingPays
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
-from numpy.typing import NDArray
 from tiny_models import Noise
 from transformers import (
     EpsilonLogitsWarper,
@@ -55,7 +50,7 @@ from reader_rag.config.grammar import Grammar
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ConfigError, GrammarError
-from reader_rag.sampling.logits_processors import LogitBias, OpenAIPenalties, TopP, copy_processors, make_processors
+from reader_rag.sampling.logits_processors import LogitBias, OpenAIPenalties, copy_processors, make_processors
 
 TEXT = "the cat and the dog and the cat and the dog in the of and the cat"
 TOKENS = 40
@@ -161,33 +156,6 @@ def test_penalties_and_bans_are_those_of_transformers(
     result = both(engine, prompt, SamplingParams(max_tokens=TOKENS, **ours))
     expected = theirs(tiny_model, prompt, **names_of_transformers)
     assert result.token_ids == expected != engine.generate(prompt, SamplingParams(max_tokens=TOKENS)).token_ids
-
-
-SCORES = arrays.arrays(
-    np.float32,
-    st.integers(1, 300),
-    elements=st.one_of(
-        st.sampled_from([0.0, -0.0, 1.0, -1.0, -float("inf")]),  # equal ones
-        st.floats(-30, 30, width=32),
-    ),
-)
-
-
-@given(SCORES, st.one_of(st.sampled_from([0.0, 0.5, 0.9]), st.floats(0, 1)))
-def test_the_nucleus_is_that_of_transformers(scores: NDArray[np.float32], top_p: float) -> None:
-    held = torch.from_numpy(scores.copy())[None]
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    assert torch.equal(TopP(top_p)(ids, held), TopPLogitsWarper(top_p)(ids, held))
-    assert torch.equal(held[0], torch.from_numpy(scores))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_nucleus_of_a_whole_vocabulary_and_of_several_texts(dtype: torch.dtype) -> None:
-    scores = (3 * torch.randn(3, 50_000, generator=torch.Generator().manual_seed(1))).to(dtype)
-    ids = torch.zeros(3, 1, dtype=torch.int64)
-    for held in (scores, scores[:1], scores[1:2].masked_fill(scores[1:2] > 5, torch.nan)):
-        expected = TopPLogitsWarper(0.9)(ids, held)
-        assert torch.equal(TopP(0.9)(ids, held).nan_to_num(1e9), expected.nan_to_num(1e9))
 
 
 class TestLogitBias:

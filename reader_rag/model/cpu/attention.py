@@ -13,10 +13,11 @@ import numpy as np
 from numba import carray, njit, prange  # type: ignore[attr-defined]
 
 from reader_rag.model.cpu.attention_part import KeyHead, attend_part, part_of
-from reader_rag.model.cpu.products import FUSED, Heads, Norm, normalize
+from reader_rag.model.cpu.products import Heads, Norm, normalize
 from reader_rag.model.cpu.rounding import narrowed, rounded
 from reader_rag.model.cpu.simd import LANES
 from reader_rag.util.addresses import pointer
+from reader_rag.util.vector_math import FUSED
 
 _SPREAD_FROM = 8
 """Rows from which on threads share the work of rotating them."""

@@ -12,7 +12,8 @@ import numpy as np
 from numba import njit, prange
 
 from reader_rag.model.cpu.int8_tile import COLUMNS, FEATURES, OFFSET, TILE_BLOCKS, TILE_ROWS, TILES, WRITERS
-from reader_rag.model.cpu.products import exp, normalize, steepness
+from reader_rag.model.cpu.products import normalize, steepness
+from reader_rag.util.vector_math import exp
 
 _GREATEST, _GREATEST_OF_TWO = np.float32(127), np.float32(127 * 256 + 127)
 _SPREAD_FROM = 4

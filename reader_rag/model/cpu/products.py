@@ -17,14 +17,13 @@ import numpy as np
 from numba import njit, prange
 
 from reader_rag.model.cpu.rounding import rounded, widen
+from reader_rag.util.vector_math import FUSED, exp
 
 ROWS_AT_ONCE = 4
 """Rows of a block; arrays of activations have a multiple of it."""
 
 _LANES = {"reassoc", "contract", "nsz"}
 """Sums may be taken in vector lanes; infinities and NaNs stay what they are."""
-FUSED = {"contract", "nsz"}
-"""Sums are taken in the written order."""
 
 
 class Linear(NamedTuple):
@@ -157,22 +156,6 @@ def add_branch(branch: Any, rows: Any, norm: Any, scale: Any, x: Any, like: Any)
         normalize(branch[r], norm, branch[r])
         for k in range(branch.shape[1]):
             x[r, k] = rounded(x[r, k] + rounded(scale * branch[r, k], like), like)
-
-
-@njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)
-def exp(x: Any) -> Any:
-    """e**x in float32, within two units in the last place; a loop over it becomes vector code."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @njit(cache=True, fastmath=FUSED, error_model="numpy", nogil=True)

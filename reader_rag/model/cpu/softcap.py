@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from reader_rag.model.cpu.products import exp
 from reader_rag.model.cpu.rounding import rounded
+from reader_rag.util.vector_math import exp
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
