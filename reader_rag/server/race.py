@@ -19,9 +19,9 @@ from reader_rag.llm.calls import PreparedCall
 from reader_rag.llm.comparison import RaceStopped, check_idle, race
 from reader_rag.server.access import CallerDep, ServiceDep
 from reader_rag.server.errors import ApiError, error_of, log_bug
+from reader_rag.server.event_stream import EVENT_STREAM
 from reader_rag.server.openai.prepared import prepare
 from reader_rag.server.openai.schemas import ChatRequest, Message
-from reader_rag.server.service import EVENT_STREAM
 
 router = APIRouter(prefix="/api", tags=["race"])
 

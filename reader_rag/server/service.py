@@ -20,10 +20,6 @@ if TYPE_CHECKING:  # their routes use the service
 
 DOCS_SUFFIX = "+docs"
 """Appended to a model's name: answers come from the store."""
-EVENT_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
-"""The argument `responses` of routes that answer with server-sent events."""
 
 
 @dataclass(frozen=True)

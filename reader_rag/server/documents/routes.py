@@ -21,7 +21,8 @@ from reader_rag.server.documents.jobs import Jobs, JobState, Upload
 from reader_rag.server.documents.library import Library, safe_name
 from reader_rag.server.documents.text import document_id
 from reader_rag.server.errors import ApiError, unknown_document
-from reader_rag.server.service import EVENT_STREAM, Service
+from reader_rag.server.event_stream import EVENT_STREAM
+from reader_rag.server.service import Service
 
 router = APIRouter(prefix="/api", tags=["documents"])
 

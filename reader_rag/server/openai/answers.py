@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import AsyncExitStack, aclosing, closing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from uuid import uuid4
 
-import anyio
 from fastapi import Request
-from pydantic import BaseModel
-from sse_starlette import EventSourceResponse
 from starlette.requests import ClientDisconnect
 
 from reader_rag.engine.outputs import Generation, Stats
@@ -22,11 +18,9 @@ from reader_rag.llm.calls import PreparedCall
 from reader_rag.llm.tool_formats import ToolRequest
 from reader_rag.rag.prompts import NOTHING_FOUND
 from reader_rag.sampling.logprobs import TokenLogprobs
-from reader_rag.server.errors import error_of, log_bug
 from reader_rag.server.openai.prepared import Prepared
 from reader_rag.server.openai.responses import Annotation, ReaderFigures
 
-_PING_S = 15
 _Result = TypeVar("_Result")
 
 
@@ -226,34 +220,3 @@ async def started(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerato
                 yield chunk
 
     return all_chunks()
-
-
-def event_stream(chunks: AsyncGenerator[Any, None], grace_s: float) -> EventSourceResponse:
-    """A stream of chunks as server-sent events, up to `[DONE]`; an error midway is an event too.
-
-    Args:
-        chunks: The chunks, models or JSON; closed when the client disconnects.
-        grace_s: Seconds that it may go on when the service is shut down.
-    """
-
-    async def events() -> AsyncIterator[dict[str, Any]]:
-        try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield {"data": _json(chunk)}
-        except Exception as error:
-            status, body = error_of(error)
-            if status >= 500:
-                log_bug(error)
-            yield {"data": body.model_dump_json()}
-        yield {"data": "[DONE]"}
-
-    return EventSourceResponse(
-        events(), sep="\n", ping=_PING_S, shutdown_event=anyio.Event(), shutdown_grace_period=grace_s
-    )
-
-
-def _json(chunk: BaseModel | dict[str, Any]) -> str:
-    if isinstance(chunk, BaseModel):
-        return chunk.model_dump_json(exclude_unset=True, by_alias=True)
-    return json.dumps(chunk, ensure_ascii=False)

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request, Response
 
 from reader_rag.engine.outputs import Generation
 from reader_rag.server.access import Caller, CallerDep, ServiceDep
+from reader_rag.server.event_stream import EVENT_STREAM, event_stream
 from reader_rag.server.openai.answers import (
     CallDelta,
     Part,
     ending,
-    event_stream,
     merged,
     submitted,
     until_disconnected,
@@ -36,7 +36,7 @@ from reader_rag.server.openai.responses import (
     first_fields,
 )
 from reader_rag.server.openai.schemas import ChatRequest
-from reader_rag.server.service import EVENT_STREAM, Service
+from reader_rag.server.service import Service
 
 router = APIRouter(prefix="/v1", tags=["chat"])
 

@@ -14,7 +14,8 @@ from reader_rag.llm.calls import PreparedCall
 from reader_rag.sampling.logprobs import TokenLogprobs
 from reader_rag.server.access import Caller, CallerDep, ServiceDep
 from reader_rag.server.errors import ApiError
-from reader_rag.server.openai.answers import Part, event_stream, merged, submitted, until_disconnected
+from reader_rag.server.event_stream import EVENT_STREAM, event_stream
+from reader_rag.server.openai.answers import Part, merged, submitted, until_disconnected
 from reader_rag.server.openai.logprobs import TokenSpeller
 from reader_rag.server.openai.prepared import Prepared, choices, known_model
 from reader_rag.server.openai.responses import (
@@ -27,7 +28,7 @@ from reader_rag.server.openai.responses import (
 )
 from reader_rag.server.openai.sampling import completion_arguments
 from reader_rag.server.openai.schemas import MOST_CHOICES, CompletionRequest
-from reader_rag.server.service import EVENT_STREAM, Service
+from reader_rag.server.service import Service
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 

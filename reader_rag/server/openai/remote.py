@@ -25,8 +25,9 @@ from reader_rag.rag.prompts import NOTHING_FOUND
 from reader_rag.rag.synthesis import PromptBudget
 from reader_rag.server.access import Caller
 from reader_rag.server.errors import ApiError
+from reader_rag.server.event_stream import event_stream
 from reader_rag.server.openai.annotations import Cited, Sources
-from reader_rag.server.openai.answers import event_stream, started, until_disconnected
+from reader_rag.server.openai.answers import started, until_disconnected
 from reader_rag.server.openai.messages import chat_messages
 from reader_rag.server.openai.responses import ReaderFigures, first_fields
 from reader_rag.server.openai.retrieval import Question, fit
