@@ -45,6 +45,8 @@ def sort_sources(sources: Source | Iterable[Source]) -> Sources:
     """
     by_kind = Sources()
     single = isinstance(sources, (str, Path, Document, BaseReader, ReaderConfig))
+    if not single and not isinstance(sources, Iterable):
+        raise _unknown(sources)
     for source in [sources] if single else sources:  # type: ignore[union-attr]
         if isinstance(source, (str, Path)):
             by_kind.paths.append(Path(source))
@@ -67,10 +69,14 @@ def _documents(source: object) -> Sequence[Document]:
             raise ConfigError(f"{name} needs arguments: pass what it loads, {name}(...).load_data(...)") from error
         found = source.load_data()
     else:
-        raise ConfigError(f"ingest takes paths, LlamaIndex Documents and readers, not {type(source).__name__}")
+        raise _unknown(source)
     if not found:
         raise IngestError(f"{name} gave no documents; nothing was changed")
     return found
+
+
+def _unknown(source: object) -> ConfigError:
+    return ConfigError(f"ingest takes paths, LlamaIndex Documents and readers, not {type(source).__name__}")
 
 
 def check_document(parts: Sequence[Document]) -> None:

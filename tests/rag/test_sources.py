@@ -185,6 +185,8 @@ class TestDocuments:
     def test_other_types_are_refused(self, run: Any, store_dir: Path) -> None:
         with pytest.raises(ConfigError, match="takes paths, LlamaIndex Documents and readers, not dict"):
             run([{"text": "x"}])
+        with pytest.raises(ConfigError, match="takes paths, LlamaIndex Documents and readers, not int"):
+            run(7)
         with pytest.raises(IngestError, match="no path was given"):
             run([])
         assert not store_dir.exists()

@@ -7,6 +7,7 @@ is none.
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -105,8 +106,10 @@ def database_url(location: str | Path) -> DatabaseUrl | None:
         The URL; None for a folder.
 
     Raises:
-        ConfigError: The URL is invalid.
+        ConfigError: The URL is invalid, or the location is neither text nor a path.
     """
+    if not isinstance(location, (str, os.PathLike)):
+        raise ConfigError(f"a store is named by its folder or its URL: pass that, not a {type(location).__name__}")
     return DatabaseUrl.parse(location) if isinstance(location, str) and "://" in location else None
 
 

@@ -8,7 +8,7 @@ import pytest
 from llama_index.core.schema import TextNode
 
 from reader_rag.errors import ConfigError, StoreNotFoundError
-from reader_rag.rag import SizedEmbedding
+from reader_rag.rag import FaissStore, SizedEmbedding
 from reader_rag.rag.stores.location import DatabaseUrl, database_url, local_folder, lock_folder, open_store
 
 
@@ -54,6 +54,11 @@ def test_invalid_urls_raise_with_an_example(text: str, message: str) -> None:
 def test_folders_are_not_urls() -> None:
     assert database_url("my/store") is None
     assert database_url(Path("qdrant://db/birds")) is None
+
+
+def test_a_store_in_place_of_its_location_is_refused_in_one_line() -> None:
+    with FaissStore() as store, pytest.raises(ConfigError, match="named by its folder or its URL.*not a FaissStore"):
+        database_url(store)  # type: ignore[arg-type]
     assert local_folder("my/store") == lock_folder("my/store") == Path("my/store")
 
 
