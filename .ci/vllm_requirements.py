@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
-OURS = {"numba", "platformdirs", "psutil", "pydivsufsort", "rich", "safetensors", "threadpoolctl", "tqdm", "typer"}
+OURS = {"numba", "platformdirs", "psutil", "pydivsufsort", "rich", "safetensors", "threadpoolctl", "typer"}
 """Of this package's own requirements those that its drafter, command line and benchmarks use."""
 TESTS = {"hypothesis", "pytest", "pytest-asyncio", "pytest-timeout"}
 

@@ -13,7 +13,6 @@ from reader_rag.datastore.kernels.layout import MAX_MATCH
 from reader_rag.datastore.kernels.search import STATE_ROWS, find_matches, find_range
 from reader_rag.datastore.namespace import Namespace, Searchable
 from reader_rag.datastore.token_codec import Identity
-from reader_rag.util.moved import RenamedAttribute, renamed_arguments
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,6 @@ class Searcher:
         self._identity = identity
         self._snapshot: tuple[tuple[int, ...], Snapshot] | None = None
 
-    @renamed_arguments(most="max_matches", reach="max_tokens")
     def cursor(self, *, max_matches: int = 64, max_tokens: int = 24, min_match: int = 1) -> Cursor:
         """Begin to search for the end of a growing text.
 
@@ -238,8 +236,3 @@ class Cursor:
         if self._snapshot is None or not 0 <= k < self.found:
             raise IndexError(f"no match {k} among {self.found}")
         return self._snapshot.source(int(self._origins[0, k]), int(self._origins[1, k]))
-
-    tokens = RenamedAttribute("continuations")
-    places = RenamedAttribute("matches")
-    collect = RenamedAttribute("search")
-    document_of = RenamedAttribute("source_of")

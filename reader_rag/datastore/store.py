@@ -22,7 +22,6 @@ from reader_rag.datastore.token_codec import Identity, token_array, token_digest
 from reader_rag.datastore.writer import NamespaceWriter
 from reader_rag.errors import DatastoreError, DatastoreWriteError
 from reader_rag.util.files import Files
-from reader_rag.util.moved import RenamedAttribute
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -416,8 +415,6 @@ class Datastore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(commit=kind is None)
-
-    view = RenamedAttribute("searcher")
 
     def _document(self, name: str, tokens: NDArray[np.int64], digest: int) -> Document:
         now = int(self._clock())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container
-from functools import wraps
+from collections.abc import Container
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 _PACKAGE = "reader_rag."
 _FOLDERS = frozenset({"decode"})
@@ -68,53 +67,6 @@ def new_name(module: str, names: Container[str], name: str) -> str:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     warnings.warn(f"{name} is now {new}; the old name goes in reader_rag 0.3", DeprecationWarning, stacklevel=3)
     return new
-
-
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
-
-def renamed_arguments(**new_names: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Decorate a function so that old names of its keyword arguments work, with a `DeprecationWarning`.
-
-    Args:
-        new_names: The new name of each old one.
-    """
-
-    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-        @wraps(function)
-        def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-            for old in new_names.keys() & kwargs.keys():
-                _warn(old, new_names[old])
-                kwargs[new_names[old]] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-class RenamedAttribute:
-    """An old name of an attribute or method, which works with a `DeprecationWarning`.
-
-    Args:
-        new: The new name.
-    """
-
-    def __init__(self, new: str) -> None:
-        self._new = new
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._old = name
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        """The attribute of the new name."""
-        _warn(self._old, self._new)
-        return getattr(owner if instance is None else instance, self._new)
-
-
-def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is now {new}; the old name goes in reader_rag 0.3", DeprecationWarning, stacklevel=3)
 
 
 def find_spec(fullname: str) -> ModuleSpec | None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from datastore_tools import (
-    SMALL,
     brute_force,
     bytes_on_disk,
     contents,
@@ -242,21 +241,3 @@ def test_an_exception_in_the_block_drops_uncommitted_changes(tmp_path: Path) -> 
         work()
     with open_store(tmp_path / "s") as store:
         assert store.documents() == ["a"]
-
-
-def test_old_names_work_with_a_warning(tmp_path: Path) -> None:
-    with Datastore.open(tmp_path / "s", vocabulary=60, tokenizer="t", compaction=SMALL) as store:
-        store.add("a", [1, 2, 3])
-        with pytest.warns(DeprecationWarning, match="view is now searcher"):
-            searcher = store.view([""])
-        with pytest.warns(DeprecationWarning, match="reach is now max_tokens"):
-            cursor = searcher.cursor(reach=1)
-        cursor.extend([1])
-        with pytest.warns(DeprecationWarning, match="collect is now search"):
-            assert cursor.collect() == 1
-        with pytest.warns(DeprecationWarning, match="places is now matches"):
-            assert cursor.places.tolist() == [[0], [1]]
-        with pytest.warns(DeprecationWarning, match="tokens is now continuations"):
-            assert cursor.tokens[:2].tolist() == [2, -1]
-        with pytest.warns(DeprecationWarning, match="document_of is now source_of"):
-            assert cursor.document_of(0) == Source("", "a", 1)
