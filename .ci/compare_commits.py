@@ -91,7 +91,7 @@ def serve(tree: str, model: str, dtype: str, max_tokens: str) -> None:
     if hasattr(reader_rag, "configure_threads"):
         reader_rag.configure_threads()  # up to 0.1 the import did it
     # Up to 0.2 nothing was computed while an engine is idle.
-    idle = {"profile": "off"} if hasattr(reader_rag.EngineConfig, "profile") else {}
+    idle = {"profile": "off"} if hasattr(getattr(reader_rag, "EngineConfig", None), "profile") else {}
     engine = reader_rag.Engine.load(model, dtype=dtype, **idle)
     settings = SamplingParams(max_tokens=int(max_tokens))
     for line in sys.stdin:
