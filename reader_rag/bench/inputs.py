@@ -6,9 +6,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reader_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reader_rag.engine.engine import Engine
+    from reader_rag.engine.outputs import Prompt
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,18 @@ class BenchPrompt:
     id: str
     category: str
     text: str
+
+
+def encode_prompt(engine: Engine, prompt: BenchPrompt) -> Prompt:
+    """A prompt as the first message of a chat, or as it is where the model has no chat template.
+
+    Args:
+        engine: Its tokenizer encodes.
+        prompt: The prompt.
+    """
+    if getattr(engine.tokenizer, "chat_template", None):
+        return engine.encode_chat([{"role": "user", "content": prompt.text}])
+    return engine.encode(prompt.text)
 
 
 @dataclass(frozen=True)

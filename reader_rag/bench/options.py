@@ -18,6 +18,8 @@ from reader_rag.config import Forward as ForwardName
 from reader_rag.config import Quantization as QuantizationName
 from reader_rag.errors import ConfigError, DatastoreNotFoundError
 
+UNSHARED = EngineConfig(prefix_bytes=0, profile="off")
+"""An engine whose answers are not made faster by those before them, for comparisons."""
 PROMPTS_FORM = 'Prompts, a line each: {"id", "category", "turns": [text, ...]}.'
 LOCAL_PROMPTS = "questions about Python's documentation and installed packages"
 
@@ -77,18 +79,37 @@ DraftModel = Annotated[
 DraftQuantization = Annotated[
     QuantizationName, setting_option(EngineConfig, "draft_quantization", text="int8: load the draft model in int8.")
 ]
-StrictWidth = Annotated[int | None, setting_option(EngineConfig, "strict_width")]
-
 # Sampling
 
 MaxTokens = Annotated[int, setting_option(SamplingParams, "max_tokens")]
 Temperature = Annotated[float, setting_option(SamplingParams, "temperature")]
-TopK = Annotated[int, setting_option(SamplingParams, "top_k")]
-TopP = Annotated[float, setting_option(SamplingParams, "top_p")]
-MinP = Annotated[float, setting_option(SamplingParams, "min_p")]
-RepetitionPenalty = Annotated[float, setting_option(SamplingParams, "repetition_penalty")]
-IgnoreEos = Annotated[bool, setting_option(SamplingParams, "ignore_eos")]
+AnswerTokens = Annotated[int, typer.Option("--max-tokens", min=2, help="Most tokens of an answer.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the random numbers.")]
+
+_OF_SETTINGS = {
+    "dtype": Dtype,
+    "quantization": Quantization,
+    "device": Device,
+    "trust_remote_code": TrustRemoteCode,
+    "exactness": Exactness,
+    "forward": Forward,
+    "draft_model": DraftModel,
+    "draft_quantization": DraftQuantization,
+    "seed": Seed,
+}
+"""Options of settings whose help is not the setting's documentation alone, by name."""
+
+
+def of_setting(settings: type[Settings], name: str) -> Any:
+    """The type of a command's parameter that is a setting, with its option.
+
+    Args:
+        settings: The class that defines the setting.
+        name: Name of the setting.
+    """
+    annotation, _, _ = settings_of(settings)[name]
+    return _OF_SETTINGS.get(name) or Annotated[annotation, setting_option(settings, name)]
+
 
 # What is run, and what is printed
 

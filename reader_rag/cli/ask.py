@@ -6,25 +6,20 @@ from typing import Annotated
 
 import typer
 
-from reader_rag.bench.options import Json, MaxTokens
+from reader_rag.bench.option_groups import Without, with_option_groups
+from reader_rag.bench.options import Json
 from reader_rag.bench.output import json_bytes
 from reader_rag.cli.display.terminal import output
-from reader_rag.cli.loading import ModelOptions, require_store, takes_models
-from reader_rag.cli.options import Alpha, Cutoff, Passages, Store, Tenant, VectorStore, store_place
-from reader_rag.config import SamplingParams
+from reader_rag.cli.loading import ModelOptions, require_store
+from reader_rag.cli.options import QuestionOptions, StoreOptions
 from reader_rag.errors import ConfigError, PromptError
 
 
-@takes_models(profile="off")
+@with_option_groups
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
-    store: Store = None,
-    vector_store: VectorStore = None,
-    top_k: Passages = 4,
-    cutoff: Cutoff = None,
-    alpha: Alpha = None,
-    max_tokens: MaxTokens = SamplingParams.max_tokens,
-    tenant: Tenant = "",
+    documents: StoreOptions = StoreOptions(),
+    answering: QuestionOptions = QuestionOptions(),
     compare: Annotated[
         bool,
         typer.Option(
@@ -32,8 +27,7 @@ def ask(
         ),
     ] = False,
     as_json: Json = False,
-    *,
-    models: ModelOptions,
+    models: Annotated[ModelOptions, Without("profile")] = ModelOptions(profile="off"),
 ) -> None:
     """Answer a question from a document store.
 
@@ -43,22 +37,11 @@ def ask(
         raise PromptError("the question is empty; write a question")
     if compare and models.engine is not None:
         raise ConfigError("--compare needs a model on this machine, not a server: leave out --engine")
-    place = store_place(store, vector_store)
+    place = documents.place
     require_store(place)
     models.require_datastore()
     from reader_rag.cli.answering.answers import ask_store
 
-    result = ask_store(
-        question,
-        place,
-        models,
-        top_k=top_k,
-        cutoff=cutoff,
-        alpha=alpha,
-        max_tokens=max_tokens,
-        compare=compare,
-        tenant=tenant,
-        console=None if as_json else output(),
-    )
+    result = ask_store(question, place, models, answering, compare=compare, console=None if as_json else output())
     if as_json:
         typer.echo(json_bytes(result.to_dict()))

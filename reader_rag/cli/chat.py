@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from reader_rag.bench.options import MaxTokens
+from reader_rag.bench.option_groups import with_option_groups
 from reader_rag.cli.display.show import show_citations, show_sources, show_stats, streamed
 from reader_rag.cli.display.terminal import clean, output, print_error
-from reader_rag.cli.loading import ModelOptions, require_store, takes_models
-from reader_rag.cli.options import Alpha, Cutoff, Passages, Store, Tenant, VectorStore, store_place
-from reader_rag.config import SamplingParams
+from reader_rag.cli.loading import ModelOptions, require_store
+from reader_rag.cli.options import QuestionOptions, StoreOptions
 from reader_rag.errors import ReaderError
 from reader_rag.util.source_title import source_title
 
@@ -36,32 +35,28 @@ COMMANDS = {
 }
 
 
-@takes_models()
+@with_option_groups
 def chat(
-    store: Store = None,
-    vector_store: VectorStore = None,
-    top_k: Passages = 4,
-    cutoff: Cutoff = None,
-    alpha: Alpha = None,
-    max_tokens: MaxTokens = SamplingParams.max_tokens,
-    tenant: Tenant = "",
-    *,
-    models: ModelOptions,
+    documents: StoreOptions = StoreOptions(),
+    answering: QuestionOptions = QuestionOptions(),
+    models: ModelOptions = ModelOptions(),
 ) -> None:
     """Chat about the documents of a store.
 
     Ctrl-C stops an answer. Commands: /sources, /stats, /reset, /help, /quit.
     """
-    place = store_place(store, vector_store)
+    place = documents.place
     require_store(place)
     models.require_datastore()
     from reader_rag.cli.answering.answers import recorded
     from reader_rag.rag.engines import make_chat_engine, open_store
 
     embedding = models.load_embedding()
-    with open_store(place, embedding, tenant) as documents:
-        llm, recorder = recorded(models.load_llm(max_tokens))
-        chat_engine = make_chat_engine(documents, llm, embedding, top_k=top_k, cutoff=cutoff, alpha=alpha)
+    with open_store(place, embedding, answering.tenant) as store:
+        llm, recorder = recorded(models.load_llm(answering.max_tokens))
+        chat_engine = make_chat_engine(
+            store, llm, embedding, top_k=answering.top_k, cutoff=answering.cutoff, alpha=answering.alpha
+        )
         ChatSession(chat_engine, recorder, output(), remote=models.engine is not None).run()
 
 

@@ -7,20 +7,21 @@ from typing import Annotated
 
 import typer
 
-from reader_rag.bench.options import Device, TrustRemoteCode
+from reader_rag.bench.option_groups import Only, with_option_groups
 from reader_rag.cli.display.errors import in_flags
 from reader_rag.cli.display.terminal import ingest_progress, output
-from reader_rag.cli.options import EmbedModel, Store, Tenant, VectorStore, store_place
+from reader_rag.cli.loading import ModelOptions
+from reader_rag.cli.options import StoreOptions, Tenant
 from reader_rag.config import ReadLimits
-from reader_rag.model.registry import DEFAULT_EMBED_MODEL, DEFAULT_MODEL
+from reader_rag.model.registry import DEFAULT_MODEL
 
 
+@with_option_groups
 def ingest(
     paths: Annotated[
         list[Path], typer.Argument(help="Folders and files. PDF, office and Outlook files need the extra 'files'.")
     ],
-    store: Store = None,
-    vector_store: VectorStore = None,
+    documents: StoreOptions = StoreOptions(),
     chunk_tokens: Annotated[
         int | None,
         typer.Option("--chunk-tokens", help="Most tokens of a passage (the embedding's).", show_default="at most 256"),
@@ -32,8 +33,7 @@ def ingest(
         str, typer.Option("--encoding", help="Encoding of text in files that declare none, e.g. latin-1.")
     ] = "utf-8",
     tenant: Tenant = "",
-    embed_model: EmbedModel = DEFAULT_EMBED_MODEL,
-    device: Device = "auto",
+    models: Annotated[ModelOptions, Only("embed_model", "device", "trust_remote_code")] = ModelOptions(),
     follow_links: Annotated[
         bool,
         typer.Option("--follow-links", help="Read links in a folder to files outside of it, or to hidden files."),
@@ -46,7 +46,6 @@ def ingest(
         typer.Option("--datastore", help="Datastore to put the passages into too, for drafts.", show_default="none"),
     ] = None,
     model: Annotated[str, typer.Option("--model", help="LLM that uses the datastore.")] = DEFAULT_MODEL,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Update a document store from files.
 
@@ -54,13 +53,11 @@ def ingest(
     tenants' documents stay. Exit status: 0 if every file was readable, 2 if some were skipped (they are listed with
     reasons), 1 if nothing was changed.
     """
-    place = store_place(store, vector_store)
+    place = documents.place
     limits = ReadLimits(read_seconds=read_seconds)
     from reader_rag.cli.display.show import show_ingest
-    from reader_rag.cli.loading import ModelOptions
     from reader_rag.rag.ingest import ingest as ingest_files
 
-    models = ModelOptions(embed_model=embed_model, device=device, trust_remote_code=trust_remote_code)
     embedding = models.load_embedding()
     with ingest_progress() as progress:
         report = ingest_files(
@@ -79,6 +76,6 @@ def ingest(
     if datastore is not None:
         from reader_rag.cli.datastore import sync_passages
 
-        sync_passages(place, datastore, model, embedding, tenant, trust_remote_code)
+        sync_passages(place, datastore, model, embedding, tenant, models.trust_remote_code)
     if not report.ok:
         raise typer.Exit(2)

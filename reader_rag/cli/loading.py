@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, get_type_hints
+from typing import TYPE_CHECKING, Self
 
+from reader_rag.bench.option_groups import OptionGroup
 from reader_rag.bench.options import (
     Device,
     DraftModel,
@@ -64,8 +62,8 @@ def require_store(place: str | Path) -> None:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """The models of a program and how they run: each field is an option of the commands that `takes_models` decorates.
+class ModelOptions(OptionGroup):
+    """The models of a program and how they run.
 
     Attributes:
         model: The LLM: an alias, a hub id or a local folder; with `engine` its name on the server. None: the default
@@ -205,33 +203,3 @@ class ModelOptions:
                 draft_quantization=self.draft_quantization,
                 recall=DatastoreConfig(keeps_answers=self.keep_answers),
             )
-
-
-def takes_models(**fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `ModelOptions`, which it gets as one argument, `models`.
-
-    Args:
-        fixed: Fields of `ModelOptions` for which the command has no option, with their values.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(ModelOptions, include_extras=True)
-        options = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-            for name, default in ((each.name, each.default) for each in fields(ModelOptions))
-            if name not in fixed
-        ]
-        signature = inspect.signature(command, eval_str=True)
-        own = [each for each in signature.parameters.values() if each.name != "models"]
-
-        @functools.wraps(command)
-        def run(**arguments: Any) -> None:
-            chosen = {each.name: arguments.pop(each.name) for each in options}
-            command(**arguments, models=ModelOptions(**fixed, **chosen))
-
-        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own] + options
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
-
-    return decorate

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from reader_rag.bench.options import setting_option
-from reader_rag.config import DatastoreConfig, EngineConfig, ProfileMode, checked_tenant
+from reader_rag.bench.option_groups import OptionGroup
+from reader_rag.bench.options import MaxTokens, setting_option
+from reader_rag.config import DatastoreConfig, EngineConfig, ProfileMode, SamplingParams, checked_tenant
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
@@ -45,19 +47,28 @@ Tenant = Annotated[
 EmbedModel = Annotated[str, typer.Option("--embed-model", help="Embedding model: alias, local folder or hub id.")]
 
 
-def store_place(store: Path | None, vector_store: str | None) -> Path | str:
-    """The folder or URL of the document store.
+@dataclass(frozen=True)
+class StoreOptions(OptionGroup):
+    """Where the documents are.
 
-    Args:
-        store: Value of `--store`.
-        vector_store: Value of `--vector-store`.
-
-    Raises:
-        BadParameter: Both are given, or neither.
+    Attributes:
+        store: Folder of the document store, or None.
+        vector_store: URL of a collection in a vector database, or None.
     """
-    if (store is None) == (vector_store is None):
-        raise typer.BadParameter("name one store: --store FOLDER or --vector-store URL")
-    return store or vector_store or ""
+
+    store: Store = None
+    vector_store: VectorStore = None
+
+    @property
+    def place(self) -> Path | str:
+        """The folder or URL of the document store.
+
+        Raises:
+            BadParameter: Both are given, or neither.
+        """
+        if (self.store is None) == (self.vector_store is None):
+            raise typer.BadParameter("name one store: --store FOLDER or --vector-store URL")
+        return self.store or self.vector_store or ""
 
 
 # Answers
@@ -103,6 +114,27 @@ Alpha = Annotated[
         show_default="by vectors only",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class QuestionOptions(OptionGroup):
+    """How questions are answered from documents.
+
+    Attributes:
+        top_k: Most passages to retrieve.
+        cutoff: Least cosine similarity of a passage, -1 to 1; None: no limit.
+        alpha: Weight of the vectors in hybrid retrieval, 0 to 1; None: by vectors only.
+        max_tokens: Most tokens of an answer.
+        tenant: Only this tenant's documents are searched.
+    """
+
+    top_k: Passages = 4
+    cutoff: Cutoff = None
+    alpha: Alpha = None
+    max_tokens: MaxTokens = SamplingParams.max_tokens
+    tenant: Tenant = ""
+
+
 DatastoreFolder = Annotated[
     Path | None,
     setting_option(EngineConfig, "datastore", text="Folder of a datastore: texts and earlier answers to draft from."),

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reader_rag.bench.option_groups import with_option_groups
 from reader_rag.bench.options import MaxTokens, setting_option
 from reader_rag.cli.display.terminal import messages
-from reader_rag.cli.loading import ModelOptions, takes_models
-from reader_rag.cli.options import Store, Tenant, VectorStore, store_place
+from reader_rag.cli.loading import ModelOptions
+from reader_rag.cli.options import StoreOptions, Tenant
 from reader_rag.config import SamplingParams, ServerConfig
 from reader_rag.errors import MissingDependencyError, StoreNotFoundError
 
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
 _PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "python_multipart", "prometheus_client")
 
 
-@takes_models()
+@with_option_groups
 def serve(
-    store: Store = None,
-    vector_store: VectorStore = None,
+    documents: StoreOptions = StoreOptions(),
     create: Annotated[
         bool, typer.Option("--create", help="Begin with an empty store if there is none; upload documents to it.")
     ] = False,
@@ -65,15 +65,14 @@ def serve(
     grace: Annotated[float, setting_option(ServerConfig, "grace")] = ServerConfig.grace,
     max_tokens: MaxTokens = SamplingParams.max_tokens,
     tenant: Tenant = "",
-    *,
-    models: ModelOptions,
+    models: ModelOptions = ModelOptions(),
 ) -> None:
     """Serve answers from a document store: an OpenAI-compatible API and a web page.
 
     Listens on this machine only unless --host names another address, which needs --api-keys. SIGTERM and Ctrl+C end it
     when the running requests have finished, at the latest after --grace seconds.
     """
-    place = store_place(store, vector_store)
+    place = documents.place
     config = ServerConfig(
         host=host,
         port=port,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from reader_rag.bench import options
+from reader_rag.bench.option_groups import Only, with_option_groups
 from reader_rag.bench.output import print_report, progress, weights_type
 from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError, ReaderWarning
@@ -28,24 +30,19 @@ _SHOWN = 20
 """Most differences that are printed."""
 
 
+@with_option_groups
 def verify(
     model: options.Model = DEFAULT_MODEL,
     prompts: options.Prompts = None,
     categories: options.Categories = "",
     limit: options.Limit = None,
-    dtype: options.Dtype = LoadConfig.dtype,
-    quantization: options.Quantization = LoadConfig.quantization,
-    draft_model: options.DraftModel = None,
-    draft_quantization: options.DraftQuantization = EngineConfig.draft_quantization,
-    device: options.Device = LoadConfig.device,
-    exactness: options.Exactness = EngineConfig.exactness,
-    forward: options.Forward = EngineConfig.forward,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = SamplingParams.temperature,
-    top_k: options.TopK = SamplingParams.top_k,
-    top_p: options.TopP = SamplingParams.top_p,
-    min_p: options.MinP = SamplingParams.min_p,
-    repetition_penalty: options.RepetitionPenalty = SamplingParams.repetition_penalty,
+    load: LoadConfig = LoadConfig(),
+    config: Annotated[
+        EngineConfig, Only("draft_model", "draft_quantization", "exactness", "forward")
+    ] = options.UNSHARED,
+    params: Annotated[
+        SamplingParams, Only("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    ] = SamplingParams(max_tokens=128),
     seeds: Annotated[str, typer.Option(help="Seeds, comma-separated: each prompt is sampled with each.")] = "0",
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 1,
     against: Annotated[
@@ -60,7 +57,6 @@ def verify(
         Path | None,
         typer.Option(help="With --against: traces, whose answers are compared.", show_default="the model's answers"),
     ] = None,
-    trust_remote_code: options.TrustRemoteCode = LoadConfig.trust_remote_code,
     as_json: options.Json = False,
 ) -> None:
     """Check that drafts change no token.
@@ -71,14 +67,6 @@ def verify(
 
     With --against, nothing is checked: it tells how far quantisation or rounding takes the model from another type.
     """
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
     numbers = _seeds(seeds)
     _check_against(against, params, batch, prompts, replay)
     from reader_rag.bench.local_prompts import prompts_or_local
@@ -87,22 +75,14 @@ def verify(
 
     recorded = _recorded(replay, categories, limit) if replay else []
     chosen = [] if replay else prompts_or_local(prompts, options.names(categories), limit, _LOCAL_PROMPTS)
-    loading: dict[str, Any] = {
-        "device": device,
-        "exactness": exactness,
-        "forward": forward,
-        "prefix_bytes": 0,
-        "profile": "off",
-        "trust_remote_code": trust_remote_code,
-    }
-    drafting: dict[str, Any] = {"draft_model": draft_model, "draft_quantization": draft_quantization}
-    drafting["draft"] = DraftConfig(gated=False)  # a draft model is tested also where it does not pay
-    engine = Engine.load(model, dtype=dtype, quantization=quantization, **loading, **drafting)
+    # A draft model is tested also where it does not pay.
+    engine = Engine.load(model, replace(config, draft=DraftConfig(gated=False)), **vars(load))
     if against is not None:
         from reader_rag.bench.verify.against import compare, show
 
-        reference = Engine.load(model, dtype=against, **loading)
-        comparison = compare(engine, reference, recorded or _asked(engine, chosen), max_tokens, progress())
+        plain = replace(load, dtype=against, quantization="none")
+        reference = Engine.load(model, replace(config, draft_model=None, draft_quantization="none"), **vars(plain))
+        comparison = compare(engine, reference, recorded or _asked(engine, chosen), params.max_tokens, progress())
         print_report(comparison.to_dict(), as_json, lambda _: show(comparison))
         return
     encoded = [(p.id, prompt) for p, prompt in _encoded(engine, chosen)]
@@ -155,11 +135,11 @@ def _asked(engine: Engine, prompts: list[BenchPrompt]) -> list[ComparedPrompt]:
 
 def _encoded(engine: Engine, prompts: list[BenchPrompt]) -> list[tuple[BenchPrompt, Prompt]]:
     """The prompts and their tokens; those longer than the model's context window are left out, with a warning."""
-    has_template = bool(getattr(engine.tokenizer, "chat_template", None))
+    from reader_rag.bench.inputs import encode_prompt
+
     encoded = []
     for p in prompts:
-        chat = [{"role": "user", "content": p.text}]
-        prompt = engine.encode_chat(chat) if has_template else engine.encode(p.text)
+        prompt = encode_prompt(engine, p)
         if len(prompt.token_ids) >= engine.context_window:
             warnings.warn(f"{p.id}: left out, longer than the model's context window", ReaderWarning, stacklevel=2)
             continue

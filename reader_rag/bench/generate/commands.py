@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from reader_rag.bench import options
+from reader_rag.bench.option_groups import Loading, Only, with_option_groups
 from reader_rag.bench.output import json_bytes, print_report, print_table, progress
 from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from reader_rag.engine.engine import Engine
 
 
+@with_option_groups
 def generate(
     prompts: Annotated[Path | None, typer.Option(help=options.PROMPTS_FORM)] = None,
     traces: Annotated[
@@ -33,22 +36,15 @@ def generate(
     ] = DEFAULT_MODEL,
     categories: options.Categories = "",
     limit: options.Limit = None,
-    dtype: options.Dtype = LoadConfig.dtype,
-    quantization: options.Quantization = LoadConfig.quantization,
-    draft_model: options.DraftModel = None,
-    draft_quantization: options.DraftQuantization = EngineConfig.draft_quantization,
-    device: options.Device = LoadConfig.device,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 256,
+    load: Loading = LoadConfig(),
+    config: Annotated[
+        EngineConfig, Only("draft_model", "draft_quantization", "exactness", "forward", "strict_width")
+    ] = options.UNSHARED,
+    max_tokens: options.AnswerTokens = SamplingParams.max_tokens,
     max_nodes: Annotated[int | None, typer.Option(min=0, help="Most nodes of a draft tree.")] = None,
     successors: Annotated[bool, typer.Option(help="Draft from the model's own next tokens too.")] = True,
     batch: Annotated[str, typer.Option(help="Prompts decoded at once; several sizes: 1,2,4,8.")] = "1",
-    exactness: options.Exactness = "fast",
-    forward: options.Forward = "auto",
-    strict_width: options.StrictWidth = None,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    seed: options.Seed = 0,
-    ignore_eos: options.IgnoreEos = SamplingParams.ignore_eos,
+    params: Annotated[SamplingParams, Only("temperature", "top_p", "seed", "ignore_eos")] = SamplingParams(seed=0),
     methods: Annotated[
         str, typer.Option(help="Methods, comma-separated: plain, reader, hf, hf-lookup, llama-cpp.")
     ] = "plain,reader,hf,hf-lookup",
@@ -72,54 +68,65 @@ def generate(
     lengths than those of plain; --ignore-eos gives all the same length. With several sizes of --batch, --json prints a
     list of reports.
     """
-    batches = options.numbers("--batch", batch, least=1)
+    sizes = options.numbers("--batch", batch, least=1)
     if (prompts is None) == (traces is None):
         raise ConfigError("give either --prompts FILE or --replay TRACES")
     from reader_rag.bench.generate.batched import compare_batch
     from reader_rag.bench.generate.gguf_file import choose_gguf
     from reader_rag.bench.generate.llama_cpp import import_xllamacpp
     from reader_rag.bench.generate.sequential import LLAMA_CPP, check_methods, compare
-    from reader_rag.bench.generate.tables import show_report
 
     chosen = options.names(methods)
     check_methods(chosen)
     if LLAMA_CPP in chosen:
         import_xllamacpp()
         gguf = choose_gguf(model, gguf)
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
-    )
-    draft = DraftConfig()
-    draft = replace(
-        draft,
-        max_nodes=draft.max_nodes if max_nodes is None else max_nodes,
-        max_successors=draft.max_successors if successors else 0,
-    )
-    settings: dict[str, Any] = {
-        "draft": draft,
-        "exactness": exactness,
-        "forward": forward,
-        "strict_width": strict_width,
-    }
-    settings |= {"draft_model": draft_model, "draft_quantization": draft_quantization}
-    load = LoadConfig(dtype=dtype, quantization=quantization, device=device)
-    engine = _engine(model, load, settings, random_weights=traces is not None)
+    engine = _engine(model, load, replace(config, draft=_draft(max_nodes, successors)), traces is not None)
+    params = replace(params, max_tokens=max_tokens)
     tasks = _tasks(engine, prompts, traces, options.names(categories), limit, params)
-    several = len(batches) > 1
-    for number, size in enumerate(batches):
-        if size == 1:
-            report = compare(engine, tasks, chosen, progress(), gguf, seconds)
-        else:
-            report = compare_batch(engine, tasks, chosen, size, progress(), seconds)
+    reports = (
+        compare(engine, tasks, chosen, progress(), gguf, seconds)
+        if size == 1
+        else compare_batch(engine, tasks, chosen, size, progress(), seconds)
+        for size in sizes
+    )
+    _print_each(reports, len(sizes), as_json)
+
+
+def _draft(max_nodes: int | None, successors: bool) -> DraftConfig:
+    """How drafts are made.
+
+    Args:
+        max_nodes: Most nodes of a tree; None: the default.
+        successors: Whether the model's own next tokens are drafted too.
+    """
+    default = DraftConfig()
+    return DraftConfig(
+        max_nodes=default.max_nodes if max_nodes is None else max_nodes,
+        max_successors=default.max_successors if successors else 0,
+    )
+
+
+def _print_each(reports: Iterable[dict[str, Any]], count: int, as_json: bool) -> None:
+    """Print each report when it is complete, so that an interrupted run keeps the finished ones.
+
+    Args:
+        reports: The reports, made one by one.
+        count: Their number; several are one list of JSON.
+        as_json: Whether JSON is printed, not tables.
+    """
+    from reader_rag.bench.generate.tables import show_report
+
+    opening, closing = ("[", "]") if count > 1 else ("", "")
+    for number, report in enumerate(reports, 1):
         if not as_json:
             show_report(report)
             continue
-        # Each report is printed when it is complete, so that an interrupted run keeps the finished ones.
-        opening, closing = "[" if several and not number else "", "]" if several else ""
-        ending = "," if number + 1 < len(batches) else closing
-        typer.echo(opening.encode() + json_bytes(report, indent=1) + ending.encode())
+        before, after = opening if number == 1 else "", closing if number == count else ","
+        typer.echo(before.encode() + json_bytes(report, indent=1) + after.encode())
 
 
+@with_option_groups
 def speed_bench(
     data: Annotated[Path, typer.Option("--data", help="Folder of SPEED-Bench, as NVIDIA's prepare_data.py writes it.")],
     splits: Annotated[
@@ -128,13 +135,9 @@ def speed_bench(
     model: options.Model = DEFAULT_MODEL,
     categories: options.Categories = "",
     limit: options.Limit = None,
-    dtype: options.Dtype = LoadConfig.dtype,
-    quantization: options.Quantization = LoadConfig.quantization,
-    device: options.Device = LoadConfig.device,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 256,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = 0,
-    ignore_eos: options.IgnoreEos = SamplingParams.ignore_eos,
+    load: Loading = LoadConfig(),
+    max_tokens: options.AnswerTokens = SamplingParams.max_tokens,
+    params: Annotated[SamplingParams, Only("temperature", "seed", "ignore_eos")] = SamplingParams(seed=0),
     methods: Annotated[str, typer.Option(help="Methods, comma-separated: plain, reader, hf, hf-lookup.")] = (
         "plain,reader,hf,hf-lookup"
     ),
@@ -161,11 +164,10 @@ def speed_bench(
     prompts = {
         split: selected(read_split(data, split), data / split, options.names(categories), limit) for split in wanted
     }
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
-    engine = _engine(model, LoadConfig(dtype=dtype, quantization=quantization, device=device), {}, random_weights=False)
+    engine = _engine(model, load, options.UNSHARED, random_weights=False)
     report: dict[str, Any] = {"splits": {}}
     for split, some in prompts.items():
-        reports, left_out = compare_categories(engine, some, chosen, params, progress())
+        reports, left_out = compare_categories(engine, some, chosen, replace(params, max_tokens=max_tokens), progress())
         report["splits"][split] = {"left_out": left_out, "categories": reports}
     print_report(report, as_json, show_categories)
 
@@ -194,7 +196,7 @@ def cache(
     print_report({"shape": asdict(shape), "runs": measure_caching(sizes, shape, progress())}, as_json, _show_caching)
 
 
-def _engine(model: str, load: LoadConfig, settings: dict[str, Any], *, random_weights: bool) -> Engine:
+def _engine(model: str, load: LoadConfig, config: EngineConfig, random_weights: bool) -> Engine:
     from reader_rag.engine.engine import Engine
 
     if model.endswith(".json"):
@@ -202,8 +204,8 @@ def _engine(model: str, load: LoadConfig, settings: dict[str, Any], *, random_we
             raise ConfigError(f"--model {model} is a configuration without weights: use it with --replay only")
         from reader_rag.bench.generate.random_weights import engine_from_config
 
-        return engine_from_config(Path(model), load, settings)
-    return Engine.load(model, **asdict(load), prefix_bytes=0, profile="off", **settings)
+        return engine_from_config(Path(model), load, vars(config))
+    return Engine.load(model, config, **asdict(load))
 
 
 def _tasks(
@@ -215,14 +217,11 @@ def _tasks(
     params: SamplingParams,
 ) -> list[tuple[str, Task]]:
     from reader_rag.bench.generate.methods import Task
-    from reader_rag.bench.inputs import read_prompts, read_traces
+    from reader_rag.bench.inputs import encode_prompt, read_prompts, read_traces
     from reader_rag.engine.outputs import Prompt
 
     if prompts is not None:
-        return [
-            (p.id, Task(engine.encode_chat([{"role": "user", "content": p.text}]), params))
-            for p in read_prompts(prompts, categories, limit)
-        ]
+        return [(p.id, Task(encode_prompt(engine, p), params)) for p in read_prompts(prompts, categories, limit)]
     assert traces is not None
     return [
         (t.id, Task(Prompt(t.prompt), params, t.output[: params.max_tokens]))

@@ -49,4 +49,5 @@ def engine_from_config(path: Path, load: LoadConfig, settings: Mapping[str, Any]
     if load.quantization == "int8":
         model = quantise_in_memory(model, dtype)
     tokenizer = cast(PreTrainedTokenizerBase, NoText())
-    return Engine(model, tokenizer, prefix_bytes=0, profile="off", **settings, name=path.parent.name or str(path))
+    unshared = {"prefix_bytes": 0, "profile": "off"}
+    return Engine(model, tokenizer, **{**unshared, **settings}, name=path.parent.name or str(path))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reader_rag.bench.inputs import BenchPrompt
+from reader_rag.bench.inputs import BenchPrompt, encode_prompt
 from reader_rag.errors import ConfigError, MissingDependencyError
 from reader_rag.util.one_line import first_line
 
@@ -129,7 +129,7 @@ def compare_categories(
     tasks: dict[str, list[tuple[str, Task]]] = {}
     left_out = 0
     for prompt in prompts:
-        encoded = engine.encode_chat([{"role": "user", "content": prompt.text}])
+        encoded = encode_prompt(engine, prompt)
         if len(encoded.token_ids) + params.max_tokens > engine.context_window:
             left_out += 1
             continue

@@ -9,20 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from reader_rag.bench import options
+from reader_rag.bench.option_groups import Loading, with_option_groups
 from reader_rag.bench.output import print_report, print_table, progress
 from reader_rag.config import LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
 
+@with_option_groups
 def load(
     prompts: options.PromptsFile,
     model: options.Model = DEFAULT_MODEL,
     categories: options.Categories = "",
     limit: options.Limit = None,
-    dtype: options.Dtype = "float32",
-    quantization: options.Quantization = LoadConfig.quantization,
-    device: options.Device = "auto",
+    loading: Loading = LoadConfig(dtype="float32"),
     max_tokens: options.MaxTokens = 64,
     requests: Annotated[int, typer.Option(min=1, help="Requests of a round; the prompts are used in turn.")] = 200,
     at_once: Annotated[int, typer.Option(min=1, help="Threads that send requests.")] = 16,
@@ -38,13 +38,12 @@ def load(
     """
     if cancelled + bad > 1:
         raise ConfigError(f"--cancelled {cancelled} and --bad {bad} are shares of the same requests; lower one of them")
-    from reader_rag.bench.inputs import read_prompts
+    from reader_rag.bench.inputs import encode_prompt, read_prompts
     from reader_rag.bench.load.concurrent import LoadPlan, run_load
     from reader_rag.engine.engine import Engine
 
-    engine = Engine.load(model, dtype=dtype, quantization=quantization, device=device, profile="off")
-    texts = [prompt.text for prompt in read_prompts(prompts, options.names(categories), limit)]
-    encoded = [engine.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    engine = Engine.load(model, **vars(loading), profile="off")
+    encoded = [encode_prompt(engine, each) for each in read_prompts(prompts, options.names(categories), limit)]
     plan = LoadPlan(requests, at_once, cancelled, bad, rounds)
     report = run_load(engine, encoded, SamplingParams(max_tokens=max_tokens), plan, progress())
     print_report(report, as_json, _show)

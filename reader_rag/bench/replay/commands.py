@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from dataclasses import replace as changed
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from reader_rag.bench import options
+from reader_rag.bench.option_groups import Loading, Only, OptionGroup, with_option_groups
 from reader_rag.bench.output import print_report, print_table, progress
 from reader_rag.config import LoadConfig
 from reader_rag.errors import ConfigError
@@ -36,14 +38,45 @@ ProfileName = Annotated[
 Nodes = Annotated[int, typer.Option("--nodes", help="Most nodes of a draft tree.")]
 
 
+@dataclass(frozen=True)
+class AnswerOptions(OptionGroup):
+    """Which recorded answers are replayed, and what is known of their model.
+
+    Attributes:
+        top8: File of the model's best next tokens, or None: successors are not drafted.
+        profile: "auto", "none" or a profile's file.
+        categories: Categories of the answers, comma-separated; "": all.
+        limit: Most answers of each category; None: all.
+    """
+
+    top8: Top8 = None
+    profile: ProfileName = "auto"
+    categories: options.Categories = ""
+    limit: options.Limit = None
+
+
+class Recorded(NamedTuple):
+    """Recorded answers, and what is known of their model.
+
+    Attributes:
+        traces: The answers.
+        best: The model's best next tokens, by trace id.
+        profile: The model's profile, or None.
+        notes: What is to be said of them under a report.
+    """
+
+    traces: list[Trace]
+    best: Best
+    profile: Profile | None
+    notes: list[str]
+
+
+@with_option_groups
 def replay(
     traces: Traces,
-    top8: Top8 = None,
+    chosen: AnswerOptions = AnswerOptions(),
     nodes: Nodes = 64,
     sources: Annotated[str, typer.Option(help="Comma-separated, out of context, successor.")] = "context,successor",
-    profile: ProfileName = "auto",
-    categories: options.Categories = "",
-    limit: options.Limit = None,
     calibration: Annotated[
         bool, typer.Option(help="Correct estimated probabilities by what was accepted before.")
     ] = True,
@@ -91,56 +124,62 @@ def replay(
         calibrates=calibration,
         eager=eager,
     )
-    recorded, best, known, notes = _read(traces, top8, profile, categories, limit, config)
+    recorded = _read(traces, chosen, config)
     if explain is not None:
-        _explain(recorded, explain, config, best, known, tokenizer)
+        _explain(recorded, explain, config, tokenizer)
         return
     with _opened(datastore) as store:
-        tallies = run(recorded, config, best, known, datastore=store)
+        tallies = run(recorded.traces, config, recorded.best, recorded.profile, datastore=store)
     report: dict[str, Any] = {
         "nodes": nodes,
         "sources": list(config.sources),
         "warm": warm,
         "eager_successors": eager,
         "datastore": None if datastore is None else str(datastore),
-        "profile": known.name if known is not None else None,
+        "profile": recorded.profile.name if recorded.profile is not None else None,
         "categories": {category: tally.summary() for category, tally in tallies.items()},
         "reliability": reliability(tallies.values()),
+        "notes": recorded.notes,
     }
     if peers:
-        from reader_rag.bench.replay.peers import replay_peers
-
-        report["peers"], missing = replay_peers(recorded, progress(), known)
-        report["peers"] = {
-            name: {category: {"mat": mat} for category, mat in row.items()} for name, row in report["peers"].items()
-        }
-        notes += missing
+        report["peers"], missing = _peers(recorded)
+        report["notes"] += missing
     if ablation:
-        report["ablation"] = _ablation(recorded, config, best, known)
+        report["ablation"] = _ablation(recorded, config)
     if simulated:
-        report["simulated_drafters"] = compare(recorded, config, simulated, best, known)
-    report["notes"] = notes
+        report["simulated_drafters"] = compare(recorded.traces, config, simulated, recorded.best, recorded.profile)
     if plots is not None:
-        from reader_rag.bench.plots import plot_ablation, plot_reliability
-
-        plot_reliability(report["reliability"]["bins"], plots / "reliability.png")
-        if ablation:
-            plot_ablation(report["ablation"], plots / "ablation.png")
+        _plot(report, plots)
     print_report(report, as_json, _show)
 
 
+def _peers(recorded: Recorded) -> tuple[dict[str, Any], list[str]]:
+    """Tokens per step of other drafters by name and category, and notes about those that are not installed."""
+    from reader_rag.bench.replay.peers import replay_peers
+
+    rows, missing = replay_peers(recorded.traces, progress(), recorded.profile)
+    return {name: {category: {"mat": mat} for category, mat in row.items()} for name, row in rows.items()}, missing
+
+
+def _plot(report: Mapping[str, Any], folder: Path) -> None:
+    """Write the plots of a report of `replay` into a folder."""
+    from reader_rag.bench.plots import plot_ablation, plot_reliability
+
+    plot_reliability(report["reliability"]["bins"], folder / "reliability.png")
+    if "ablation" in report:
+        plot_ablation(report["ablation"], folder / "ablation.png")
+
+
+@with_option_groups
 def recall(
     traces: Traces,
-    top8: Top8 = None,
+    chosen: AnswerOptions = AnswerOptions(),
     known: Annotated[
         Path | None,
         typer.Option(
             "--known", help="Traces of the answers in the datastore.", show_default="the first half of each category"
         ),
     ] = None,
-    profile: ProfileName = "auto",
-    categories: options.Categories = "",
-    limit: options.Limit = None,
     nodes: Nodes = 64,
     as_json: options.Json = False,
 ) -> None:
@@ -153,13 +192,13 @@ def recall(
     from reader_rag.bench.replay.replayer import ReplayConfig
 
     config = ReplayConfig(nodes=nodes)
-    recorded, best, found_profile, notes = _read(traces, top8, profile, categories, limit, config)
+    recorded = _read(traces, chosen, config)
     if known is None:
-        before, asked = halves(recorded)
+        before, asked = halves(recorded.traces)
     else:
-        before, asked = read_traces(known, [], None), recorded
-    report = measure_recall(before, asked, config, best, found_profile) | {"notes": notes}
-    print_report(report, as_json, _show_recall)
+        before, asked = read_traces(known, [], None), recorded.traces
+    report = measure_recall(before, asked, config, recorded.best, recorded.profile)
+    print_report(report | {"notes": recorded.notes}, as_json, _show_recall)
 
 
 def _show_recall(report: dict[str, Any]) -> None:
@@ -172,12 +211,10 @@ def _show_recall(report: dict[str, Any]) -> None:
         )
 
 
+@with_option_groups
 def drafting(
     traces: Traces,
-    top8: Top8 = None,
-    profile: ProfileName = "auto",
-    categories: options.Categories = "rag",
-    limit: options.Limit = None,
+    chosen: AnswerOptions = AnswerOptions(categories="rag"),
     as_json: options.Json = False,
 ) -> None:
     """Time drafting alone, on recorded answers.
@@ -187,8 +224,8 @@ def drafting(
     from reader_rag.bench.replay.drafting import measure_drafting
     from reader_rag.bench.replay.replayer import ReplayConfig
 
-    recorded, best, known, _ = _read(traces, top8, profile, categories, limit, ReplayConfig())
-    print_report(measure_drafting(recorded, best, known), as_json, _show_drafting)
+    recorded = _read(traces, chosen, ReplayConfig())
+    print_report(measure_drafting(recorded.traces, recorded.best, recorded.profile), as_json, _show_drafting)
 
 
 def _show_drafting(report: dict[str, Any]) -> None:
@@ -201,6 +238,7 @@ def _show_drafting(report: dict[str, Any]) -> None:
         typer.echo(f"{name}: {value}")
 
 
+@with_option_groups
 def record(
     out: Annotated[
         Path, typer.Argument(help="Trace file to write; the best next tokens go into an .npz file beside it.")
@@ -213,10 +251,8 @@ def record(
         bool, typer.Option("--reworded/--no-reworded", help="Put the prompts into other words.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Decides which texts of this machine the prompts are made from.")] = 0,
-    dtype: options.Dtype = "float32",
-    quantization: options.Quantization = LoadConfig.quantization,
-    device: options.Device = "auto",
-    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 200,
+    load: Loading = LoadConfig(dtype="float32"),
+    max_tokens: options.AnswerTokens = 200,
 ) -> None:
     """Record answers for bench replay.
 
@@ -231,17 +267,17 @@ def record(
     chosen = prompts_or_local(prompts, options.names(categories), limit, limit, seed)
     if other_words:
         chosen = reworded(chosen)
-    engine = Engine.load(model, dtype=dtype, quantization=quantization, device=device, prefix_bytes=0, profile="off")
+    engine = Engine.load(model, options.UNSHARED, **vars(load))
     best = out.with_suffix(".npz")
     count = run(engine, chosen, max_tokens, out, best, Console(stderr=True))
     typer.echo(f"{count} answers in {out}, best next tokens in {best}")
 
 
+@with_option_groups
 def calibrate(
     traces: Traces,
     out: Annotated[Path, typer.Argument(help="npz file to write; the package has its own as draft/priors.npz.")],
-    top8: Top8 = None,
-    profile: ProfileName = "auto",
+    chosen: Annotated[AnswerOptions, Only("top8", "profile")] = AnswerOptions(),
     base: Annotated[
         Path | None,
         typer.Option("--base", help="Count only drafts from a datastore; take all other counts from this file."),
@@ -255,8 +291,8 @@ def calibrate(
     from reader_rag.bench.replay.calibrate import calibrate_datastore, save
     from reader_rag.bench.replay.replayer import ReplayConfig
 
-    recorded, best, known, _ = _read(traces, top8, profile, "", None, ReplayConfig())
-    counts = count(recorded, best, known) if base is None else calibrate_datastore(recorded, best, known, base)
+    known = _read(traces, chosen, ReplayConfig())[:3]
+    counts = count(*known) if base is None else calibrate_datastore(*known, base)
     save(counts, out)
     typer.echo(f"{int(counts[0].sum())} tokens accepted where {counts[1].sum():.0f} were expected, in {out}")
 
@@ -292,24 +328,22 @@ def _opened(folder: Path | None) -> Iterator[Datastore | None]:
         yield store
 
 
-def _read(
-    traces: Path, top8: Path | None, profile: str, categories: str, limit: int | None, config: ReplayConfig
-) -> tuple[list[Trace], Best, Profile | None, list[str]]:
-    """Traces, best tokens, the profile, and what is to be said of them."""
+def _read(traces: Path, chosen: AnswerOptions, config: ReplayConfig) -> Recorded:
+    """Read answers, their model's best next tokens, and its profile."""
     from reader_rag.bench.inputs import read_traces
     from reader_rag.bench.replay.replayer import check_best, read_best
 
-    recorded = read_traces(traces, options.names(categories), limit)
+    recorded = read_traces(traces, options.names(chosen.categories), chosen.limit)
     if "successor" not in config.sources:
-        return recorded, {}, None, []
-    best = read_best(top8) if top8 is not None else {}
+        return Recorded(recorded, {}, None, [])
+    best = read_best(chosen.top8) if chosen.top8 is not None else {}
     notes = []
     missing = check_best(recorded, best)
-    known = _profile(profile, recorded)
+    known = _profile(chosen.profile, recorded)
     if missing:
         kinds = sorted({trace.category for trace in recorded if trace.id in set(missing)})
         notes.append(f"no best next tokens for {len(missing)} answers ({', '.join(kinds)}): successors are off there")
-    return recorded, best, known, notes
+    return Recorded(recorded, best, known, notes)
 
 
 def _profile(name: str, traces: Sequence[Trace]) -> Profile | None:
@@ -327,11 +361,11 @@ def _profile(name: str, traces: Sequence[Trace]) -> Profile | None:
     return next((one for one in profiles(cache_folder() / "profiles") if one.fits(prompts)), None)
 
 
-def _ablation(
-    traces: Sequence[Trace], config: ReplayConfig, best: Best, profile: Profile | None
-) -> dict[str, dict[str, float]]:
+def _ablation(recorded: Recorded, config: ReplayConfig) -> dict[str, dict[str, float]]:
+    """Tokens per step by category, with all parts and with each part switched off."""
     from reader_rag.bench.replay.replayer import replay as run
 
+    profile = recorded.profile
     rows = {"all": (config, profile)}
     for source in config.sources if len(config.sources) > 1 else ():
         less = tuple(other for other in config.sources if other != source)
@@ -342,27 +376,32 @@ def _ablation(
     if len(config.sources) > 1:
         rows["without merging"] = (changed(config, merges=False), profile)
     return {
-        name: {category: round(tally.mat, 4) for category, tally in run(traces, setting, best, known).items()}
+        name: {
+            category: round(tally.mat, 4)
+            for category, tally in run(recorded.traces, setting, recorded.best, known).items()
+        }
         for name, (setting, known) in rows.items()
     }
 
 
-def _explain(
-    traces: Sequence[Trace],
-    wanted: str,
-    config: ReplayConfig,
-    best: Best,
-    profile: Profile | None,
-    tokenizer: str | None,
-) -> None:
+def _explain(recorded: Recorded, wanted: str, config: ReplayConfig, tokenizer: str | None) -> None:
+    """Print the steps of one answer.
+
+    Args:
+        recorded: The answers.
+        wanted: Id of the one.
+        config: How it is replayed.
+        tokenizer: Model whose tokenizer shows tokens as text; None: they are shown as ids.
+    """
     from reader_rag.bench.replay.explain import explain
     from reader_rag.bench.replay.replayer import Replayer, Tally
 
+    traces = recorded.traces
     trace = next((trace for trace in traces if trace.id == wanted), None)
     if trace is None:
         raise ConfigError(f"--explain {wanted}: there is no such id; there are {traces[0].id}, {traces[-1].id}, ...")
     tally = Tally()
-    steps = Replayer(config, best, profile).run(trace, tally)
+    steps = Replayer(config, recorded.best, recorded.profile).run(trace, tally)
     for line in explain(trace, steps, _shower(tokenizer)):
         typer.echo(line)
     typer.echo(f"{tally.tokens} tokens in {tally.steps} steps: {tally.mat:.3f} tokens per step")

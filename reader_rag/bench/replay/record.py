@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from reader_rag.bench.inputs import BenchPrompt
+from reader_rag.bench.inputs import BenchPrompt, encode_prompt
 from reader_rag.config import SamplingParams
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.engine import Engine
@@ -42,7 +42,7 @@ def record(
     rows: dict[str, NDArray[np.int32]] = {}
     with traces.open("w", encoding="utf-8") as lines:
         for prompt in track(prompts, "recording", console=console):
-            encoded = engine.encode_chat([{"role": "user", "content": prompt.text}])
+            encoded = encode_prompt(engine, prompt)
             if len(encoded.token_ids) + max_tokens > engine.context_window:
                 continue
             answer = engine.generate(encoded, SamplingParams(max_tokens=max_tokens))

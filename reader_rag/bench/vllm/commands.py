@@ -31,7 +31,7 @@ def vllm(
     categories: options.Categories = "",
     limit: options.Limit = None,
     dtype: options.Dtype = "bfloat16",
-    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128,
+    max_tokens: options.AnswerTokens = 128,
     max_model_len: Length = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 1,
     drafted: options.MaxDrafted = DEFAULT_DRAFT_TOKENS,

@@ -19,6 +19,7 @@ from reader_rag.cli.answering.recorder import CallRecorder, LLMCall
 from reader_rag.cli.display.show import show_citations, show_comparison, show_sources, show_stats, streamed
 from reader_rag.cli.display.terminal import clean, status
 from reader_rag.cli.loading import ModelOptions
+from reader_rag.cli.options import QuestionOptions
 from reader_rag.config import SamplingParams
 from reader_rag.llm import ReaderLLM
 from reader_rag.llm.citations import Citation, cite_spans
@@ -181,13 +182,9 @@ def ask_store(
     question: str,
     place: str | Path,
     models: ModelOptions,
+    answering: QuestionOptions,
     *,
-    top_k: int,
-    cutoff: float | None,
-    max_tokens: int,
     compare: bool,
-    alpha: float | None = None,
-    tenant: str = "",
     console: Console | None,
     embed_model: LocalEmbedding | None = None,
 ) -> AskResult:
@@ -197,12 +194,8 @@ def ask_store(
         question: The question.
         place: The store's folder or URL.
         models: The models; with `compare`, those of `ModelOptions.exact`.
-        top_k: Most passages to retrieve.
-        cutoff: Least cosine similarity of a passage, -1 to 1; None: no limit.
-        max_tokens: Most tokens of the answer.
+        answering: What is retrieved, and how long the answer may be.
         compare: Decode the same prompt with and without drafts afterwards; not possible with a server.
-        alpha: Weight of the vectors in hybrid retrieval, 0 to 1; None: by vectors only.
-        tenant: Only this tenant's documents are searched.
         console: Shows the answer while it is generated, then its sources and counts; None shows nothing.
         embed_model: The embedding model, if it is loaded already.
 
@@ -212,13 +205,14 @@ def ask_store(
     if compare:
         models = models.exact()
     embed_model = embed_model or models.load_embedding()
-    with open_store(place, embed_model, tenant) as store:
-        nodes = make_retriever(store, embed_model, top_k, cutoff, alpha=alpha).retrieve(question)
+    with open_store(place, embed_model, answering.tenant) as store:
+        retriever = make_retriever(store, embed_model, answering.top_k, answering.cutoff, alpha=answering.alpha)
+        nodes = retriever.retrieve(question)
         if not nodes:
             if console is not None:
                 console.print(NOTHING_FOUND)
             return AskResult(question, None, None, models.named_model)
-        llm = models.load_llm(max_tokens)
+        llm = models.load_llm(answering.max_tokens)
         show_piece = (lambda piece: None) if console is None else streamed(console)
         given = answer(question, nodes, store=store, llm=llm, embed_model=embed_model, on_text=show_piece)
     if console is not None:
