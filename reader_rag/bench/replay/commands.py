@@ -13,7 +13,8 @@ import typer
 
 from reader_rag.bench import options
 from reader_rag.bench.option_groups import Loading, Only, OptionGroup, with_option_groups
-from reader_rag.bench.output import print_report, print_table, progress
+from reader_rag.bench.output import print_report, progress
+from reader_rag.bench.replay.tables import show_drafting, show_recall, show_replay
 from reader_rag.config import LoadConfig
 from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
@@ -150,7 +151,7 @@ def replay(
         report["simulated_drafters"] = compare(recorded.traces, config, simulated, recorded.best, recorded.profile)
     if plots is not None:
         _plot(report, plots)
-    print_report(report, as_json, _show)
+    print_report(report, as_json, show_replay)
 
 
 def _peers(recorded: Recorded) -> tuple[dict[str, Any], list[str]]:
@@ -198,17 +199,7 @@ def recall(
     else:
         before, asked = read_traces(known, [], None), recorded.traces
     report = measure_recall(before, asked, config, recorded.best, recorded.profile)
-    print_report(report | {"notes": recorded.notes}, as_json, _show_recall)
-
-
-def _show_recall(report: dict[str, Any]) -> None:
-    typer.echo(f"{report['documents']} answers of {report['tokens']} tokens in the datastore")
-    for category, row in report["categories"].items():
-        typer.echo(
-            f"{category}: {row['with']['mat']:.3f} tokens per step with them, {row['without']['mat']:.3f} without "
-            f"({row['ratio']:.2f} times); {row['with']['us_per_draft_p50']} us a draft; an oracle's copies: "
-            f"{row['oracle']['with']:.3f} and {row['oracle']['without']:.3f} ({row['oracle']['ratio']:.2f} times)"
-        )
+    print_report(report | {"notes": recorded.notes}, as_json, show_recall)
 
 
 @with_option_groups
@@ -225,17 +216,7 @@ def drafting(
     from reader_rag.bench.replay.replayer import ReplayConfig
 
     recorded = _read(traces, chosen, ReplayConfig())
-    print_report(measure_drafting(recorded.traces, recorded.best, recorded.profile), as_json, _show_drafting)
-
-
-def _show_drafting(report: dict[str, Any]) -> None:
-    for size, row in report.pop("drafts").items():
-        typer.echo(
-            f"draft of up to {size} nodes: {row['us_p50']} us median, {row['us_p99']} us 99th percentile; "
-            f"within a replay: {row['us_in_replay_p50']} and {row['us_in_replay_p99']}"
-        )
-    for name, value in report.items():
-        typer.echo(f"{name}: {value}")
+    print_report(measure_drafting(recorded.traces, recorded.best, recorded.profile), as_json, show_drafting)
 
 
 @with_option_groups
@@ -416,45 +397,3 @@ def _shower(tokenizer: str | None) -> Callable[[Sequence[int]], str]:
 
     loaded: Any = AutoTokenizer.from_pretrained(resolve_model(tokenizer))
     return lambda tokens: str(loaded.decode(list(tokens)))
-
-
-def _show(report: Mapping[str, Any]) -> None:
-    profile = f", profile {report['profile']}" if report["profile"] else ", no profile"
-    columns = {
-        "answers": "prompts",
-        "tokens/step": "mat",
-        "drafted/step": "drafted_per_step",
-        "us/draft p50": "us_per_draft_p50",
-        "p99": "us_per_draft_p99",
-    }
-    print_table(
-        f"{report['nodes']} nodes, {' + '.join(report['sources'])}{profile}",
-        ("category", *columns),
-        ((category, *(row[cell] for cell in columns.values())) for category, row in report["categories"].items()),
-    )
-    if report["reliability"]["mean_gap"] is not None:
-        typer.echo(f"predicted and observed acceptance differ by {report['reliability']['mean_gap']} on average")
-    for key, title in (("peers", "tokens per step of others"), ("ablation", "tokens per step with parts off")):
-        if key in report:
-            _show_rows(title, report[key])
-    for name, rows in report.get("simulated_drafters", {}).items():
-        columns = next(iter(rows.values()))
-        print_table(
-            f"tokens in the time of a step, with a drafter {name}",
-            ("category", *columns),
-            ((category, *(f"{row[column]:.3f}" for column in columns)) for category, row in rows.items()),
-        )
-    for note in report["notes"]:
-        typer.echo(note)
-
-
-def _show_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    categories = list(dict.fromkeys(category for row in rows.values() for category in row))
-
-    def cell(row: Mapping[str, Any], category: str) -> str | None:
-        value = row.get(category)
-        value = value["mat"] if isinstance(value, dict) else value
-        return None if value is None else f"{value:.2f}"
-
-    table = ((name, *(cell(row, category) for category in categories)) for name, row in rows.items())
-    print_table(title, ("", *categories), table)
