@@ -116,7 +116,9 @@ def of_setting(settings: type[Settings], name: str) -> Any:
 PromptsFile = Annotated[Path, typer.Option("--prompts", help=PROMPTS_FORM)]
 Prompts = Annotated[Path | None, typer.Option("--prompts", help=PROMPTS_FORM, show_default=LOCAL_PROMPTS)]
 Categories = Annotated[str, typer.Option("--categories", help="Categories, comma-separated; if empty, all.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Most of each category.", show_default="all")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Most prompts or answers of each category.", show_default="all")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 
 # Drafts

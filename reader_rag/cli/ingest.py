@@ -24,7 +24,11 @@ def ingest(
     documents: StoreOptions = StoreOptions(),
     chunk_tokens: Annotated[
         int | None,
-        typer.Option("--chunk-tokens", help="Most tokens of a passage (the embedding's).", show_default="at most 256"),
+        typer.Option(
+            "--chunk-tokens",
+            help="Most tokens of a passage, by the embedding model's tokenizer.",
+            show_default="at most 256",
+        ),
     ] = None,
     chunk_overlap: Annotated[
         int, typer.Option("--chunk-overlap", help="Tokens that a passage shares with the next one.")

@@ -37,7 +37,7 @@ def add(
 ) -> None:
     """Make a key and print it.
 
-    It is shown only once: the file has its hash. A running service takes it within a second.
+    It is shown only once: the file has its hash. A running service accepts it within a second.
     """
     typer.echo(_file(api_keys).add(name, tenant, operator=operator))
 

@@ -150,7 +150,11 @@ KeepAnswers = Annotated[
 ]
 Profile = Annotated[
     ProfileMode,
-    setting_option(EngineConfig, "profile", text="off: compute nothing between two answers, for better drafts."),
+    setting_option(
+        EngineConfig,
+        "profile",
+        text="off: do not compute, while no answer is decoded, the model's likely next tokens for later drafts.",
+    ),
 ]
 
 # The service

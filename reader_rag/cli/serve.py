@@ -47,7 +47,9 @@ def serve(
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option("--allowed-host", help="A further name that requests may come by; may be repeated."),
+        typer.Option(
+            "--allowed-host", help="A further host name under which clients reach the service; may be repeated."
+        ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
@@ -67,10 +69,11 @@ def serve(
     tenant: Tenant = "",
     models: ModelOptions = ModelOptions(),
 ) -> None:
-    """Serve answers from a document store: an OpenAI-compatible API and a web page.
+    """Serve an API and a web page over documents.
 
-    Listens on this machine only unless --host names another address, which needs --api-keys. SIGTERM and Ctrl+C end it
-    when the running requests have finished, at the latest after --grace seconds.
+    The API is OpenAI-compatible; answers come from a document store. Listens on this machine only unless --host names
+    another address, which needs --api-keys. SIGTERM and Ctrl+C end it when the running requests have finished, at the
+    latest after --grace seconds.
     """
     place = documents.place
     config = ServerConfig(

@@ -48,8 +48,8 @@ def verify(
     against: Annotated[
         Reference | None,
         typer.Option(
-            help="Instead, compare the model with itself unquantised in this type, e.g. float32: agreement and "
-            "divergence (KL) on its greedy answers.",
+            help="Compare the model with itself unquantised in this type, e.g. float32, in place of the check: "
+            "agreement and divergence (KL) on its greedy answers.",
             show_default="check drafts",
         ),
     ] = None,
@@ -65,7 +65,7 @@ def verify(
     logits differs where none may: in compiled loops (CPU; every type, quantised too) and with --exactness strict; 1 if
     a token differs in float32 elsewhere; and 1 for an error, which is one line on standard error without a report.
 
-    With --against, nothing is checked: it tells how far quantisation or rounding takes the model from another type.
+    With --against, nothing is checked: it reports how far quantisation or rounding changes the model's predictions.
     """
     numbers = _seeds(seeds)
     _check_against(against, params, batch, prompts, replay)

@@ -45,12 +45,12 @@ def report(
         typer.Option("--update", help="Page whose blocks of figures are written again, e.g. README.md; repeatable."),
     ] = None,
 ) -> None:
-    """Run what README and docs quote, and write tables, plots and JSON.
+    """Measure what README and docs quote.
 
-    Speed beside transformers and llama.cpp, first tokens, whole questions, batches, exactness, memory, and tokens per
-    step beside other drafters. Each section is one or more commands of reader-rag, which the report shows, each with a
-    budget of minutes. A peer whose package is missing is named and left out. A section that fails is reported, and
-    the others go on. Exit status: 1 if one failed.
+    Writes tables, plots and JSON: speed beside transformers and llama.cpp, first tokens, whole questions, batches,
+    exactness, memory, and tokens per step beside other drafters. Each section is one or more commands of reader-rag,
+    which the report shows, each with a budget of minutes. A peer whose package is missing is named and left out. A
+    section that fails is reported, and the others go on. Exit status: 1 if one failed.
     """
     from reader_rag.bench.figures.pages import update_page, write_page
     from reader_rag.bench.figures.plan import absent_peers, plan

@@ -58,15 +58,15 @@ def generate(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare decoding methods on the same prompts.
+    """Compare decoding methods on prompts.
 
-    Runs the methods in turn; reports speed, tokens per step, memory and differing answers. A whole question is the
-    time from when its prompt could begin to the last token of its answer: prefill and decoding. Every prompt starts
-    with nothing kept of the others, by every method. hf is `generate` of transformers, hf-lookup its prompt lookup,
-    llama-cpp the same model as a GGUF file in llama.cpp, plain and with its n-gram drafts, on as many threads; of
-    several variants the one that decodes fastest stands for the method. llama.cpp's answers may have other words and
-    lengths than those of plain; --ignore-eos gives all the same length. With several sizes of --batch, --json prints a
-    list of reports.
+    Runs the methods in turn on the same prompts; reports speed, tokens per step, memory and differing answers. The
+    time of a whole question is that of prefill and decoding, with the wait for a place in the batch. No method keeps
+    anything of a prompt for the next one. Methods: plain and reader are this package's engine without and with
+    drafts; hf is `generate` of transformers, hf-lookup the same with its prompt lookup; llama-cpp is llama.cpp on a
+    GGUF file of the model, on as many threads, without and with its n-gram drafts. Of several variants of a method,
+    the one that decodes fastest is reported. llama.cpp's answers may have other words and lengths than those of plain;
+    --ignore-eos gives all the same length. With several sizes of --batch, --json prints a list of reports.
     """
     sizes = options.numbers("--batch", batch, least=1)
     if (prompts is None) == (traces is None):
@@ -143,7 +143,7 @@ def speed_bench(
     ),
     as_json: options.Json = False,
 ) -> None:
-    """Compare decoding methods on NVIDIA's SPEED-Bench, by its categories.
+    """Compare methods on NVIDIA's SPEED-Bench.
 
     Reports for each category what bench generate reports, one prompt at a time; --json has all of it. Conversations
     are run to the end of their first answer. Prompts that do not fit the model's context window are left out, and

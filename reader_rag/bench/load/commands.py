@@ -79,7 +79,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def load_memory(
     model: Annotated[str | None, typer.Option("--model", help="LLM: alias, local folder or hub id.")] = None,
     shape: Annotated[
-        str | None, typer.Option("--shape", help=f"Instead: random weights of the shape of {' or '.join(SHAPES)}.")
+        str | None,
+        typer.Option("--shape", help=f"In place of --model: random weights of the shape of {' or '.join(SHAPES)}."),
     ] = None,
     untied: Annotated[bool, typer.Option("--untied", help="Give the shape an output head of its own.")] = False,
     dtype: options.Dtype = LoadConfig.dtype,

@@ -89,7 +89,9 @@ def replay(
             help="Know the successors of all prompt positions at once, not only those that drafts ask for.",
         ),
     ] = False,
-    explain: Annotated[str | None, typer.Option(help="Show this answer step by step instead.", metavar="ID")] = None,
+    explain: Annotated[
+        str | None, typer.Option(help="Show this answer step by step, and report nothing else.", metavar="ID")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Model whose tokenizer --explain shows text with.", show_default="token ids")
     ] = None,

@@ -44,9 +44,9 @@ def vllm(
     gpu_memory: GpuMemory = 0.2,
     as_json: options.Json = False,
 ) -> None:
-    """Compare drafters in vLLM on the same prompts.
+    """Compare drafters in vLLM.
 
-    Runs the drafters in turn; reports speed, tokens per step and differing answers.
+    Runs the drafters in turn on the same prompts; reports speed, tokens per step and differing answers.
     """
     from reader_rag.bench.vllm.compare import Sampling, compare_vllm
     from reader_rag.bench.vllm.engine import Options as EngineOptions
