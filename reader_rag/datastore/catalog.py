@@ -185,7 +185,12 @@ class Catalog:
             return True
 
     def share(self, name: str, shared: bool) -> None:
-        """Mark a namespace as one that every request searches, or no longer; committed at once."""
+        """Mark a namespace as one that every request searches, or no longer; committed at once.
+
+        Args:
+            name: The namespace.
+            shared: Whether every request searches it.
+        """
         with self.lock, datastore_errors(self.folder):
             self.check_writable()
             others = tuple(other for other in self.shared if other != name)

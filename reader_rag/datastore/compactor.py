@@ -29,8 +29,8 @@ class CompactionConfig:
             one before.
         max_segment_tokens: Most tokens of a merged segment. Sorting takes 16 bytes of memory for each token of 16-bit
             vocabularies, 22 of larger ones.
-        max_removed_share: A segment is rewritten when this share of its tokens was removed, 0 to 1,
-        max_removed_age_s: or this many seconds after the first removal.
+        max_removed_share: A segment is rewritten when this share of its tokens was removed, 0 to 1.
+        max_removed_age_s: A segment is rewritten this many seconds after the first removal, too.
         background: Merge and rewrite in a thread; otherwise only in `Datastore.compact`.
 
     Raises:

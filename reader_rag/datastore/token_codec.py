@@ -212,6 +212,11 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer], vocabulary: int) ->
 def check_version(path: Path, found: int | str, expected: int) -> None:
     """Compare the format's version in a file with the one that this code reads.
 
+    Args:
+        path: The file, for the message.
+        found: The version in it.
+        expected: The version that this code reads.
+
     Raises:
         DatastoreMismatchError: They differ.
     """

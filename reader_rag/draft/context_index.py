@@ -46,6 +46,7 @@ class Corpus:
             self.table = table
 
     def append(self, new: NDArray[np.int32]) -> None:
+        """Append token ids."""
         self.make_room(len(new))
         self.distinct += kernels.append(self.tokens, self.previous, self.table, self.size, new)
         self.size += len(new)
@@ -57,6 +58,7 @@ class Corpus:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that the arrays take."""
         return self.tokens.nbytes + self.previous.nbytes + self.table.nbytes
 
 

@@ -50,7 +50,17 @@ class DraftTree:
         positions: ArrayLike = 0,
         match_lengths: ArrayLike = 0,
     ) -> DraftTree:
-        """A tree of separate arrays, each [nodes], or one number for all nodes; see the properties of these names."""
+        """A tree of separate arrays, each [nodes], or one number for all nodes.
+
+        Args:
+            tokens: int token ids.
+            parents: int, index of the parent, which comes before; -1: the root.
+            depths: int, 1 for the root's children.
+            probabilities: float in (0, 1], of the whole path down to the node, falling from node to node.
+            sources: int, index into `SOURCES`.
+            positions: int, position of the token in its source; -1: it was not copied.
+            match_lengths: int, tokens before it that agree with the path and the sequence.
+        """
         probability = np.atleast_1d(np.asarray(probabilities, np.float64))
         fields = np.empty((kernels.TREE_FIELDS, len(probability)), np.int32)
         for field, values in enumerate((tokens, parents, depths, sources, positions, match_lengths)):

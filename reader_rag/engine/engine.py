@@ -171,8 +171,8 @@ class Engine:
     @property
     def drafting(self) -> Drafting:
         """What the model can verify: "tree"; "chain" where it takes no tree mask; "none" where its state cannot be
-        rolled back, so that it is decoded plainly. All give the model's own output; a `ReaderWarning` tells the last
-        two."""
+        rolled back, so that it is decoded plainly. All give the model's own output; a `ReaderWarning` reports the
+        last two."""
         return self.context.drafting
 
     @property

@@ -103,7 +103,7 @@ _chat: ContextVar[_Chat | None] = ContextVar("reader_rag_chat", default=None)
 
 
 class _ChatSpans(BaseSpanHandler[BaseSpan]):
-    """Hears when a chat begins and ends; it keeps no spans."""
+    """Sets `_chat` while a call of a chat engine runs, and gives its response the metadata; it keeps no spans."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -149,6 +149,8 @@ class _ChatSpans(BaseSpanHandler[BaseSpan]):
 
 
 class _Handler(BaseEventHandler):
+    """Sets `_current` from the start of a synthesis to its end, and gives its response the citations."""
+
     @classmethod
     def class_name(cls) -> str:
         return "ReaderCitations"
@@ -164,6 +166,7 @@ class _Handler(BaseEventHandler):
 
 
 def _attach(synthesis: Synthesis, response: Any) -> None:
+    """Put the citations into the response of a synthesis: at once, or when its stream was read."""
     chat = _chat.get()
     metadata = {} if response.metadata is None else response.metadata
     # The generators get the metadata, not the response: in a cycle of references an unread stream would not end.
@@ -187,6 +190,7 @@ def _read(
     nodes: list[NodeWithScore],
     chat: _Chat | None,
 ) -> Generator[str, None, None]:
+    """The pieces of a streamed answer; behind the last one, its citations are written."""
     answer = ""
     with closing(pieces):
         while True:
@@ -206,6 +210,7 @@ async def _aread(
     nodes: list[NodeWithScore],
     chat: _Chat | None,
 ) -> AsyncGenerator[str, None]:
+    """`_read` for an asynchronous stream."""
     answer = ""
     async with aclosing(pieces):
         while True:

@@ -169,7 +169,12 @@ class TargetModel(Protocol):
         """
 
     def cache_bytes(self, positions: int, max_nodes: int) -> int:
-        """Bytes that `new_cache` with the same arguments takes once it is filled."""
+        """Bytes that a cache of `new_cache` takes once it is filled.
+
+        Args:
+            positions: Most positions that are ever committed.
+            max_nodes: Most nodes of a draft tree.
+        """
 
     def prefill_chunks(
         self,

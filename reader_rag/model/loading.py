@@ -73,7 +73,14 @@ def load_tokenizer(
 ) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer of an LLM, and how many token ids the LLM has; its weights are not loaded.
 
-    Arguments and errors as in `load_model`.
+    Args:
+        name: An alias, a local folder or a hub id.
+        trust_remote_code: Whether code that comes with the model may run.
+        progress: Called with a line before each long step; None: it is not called.
+
+    Raises:
+        ModelNotFoundError: There is no such model.
+        ModelError: It cannot be read.
     """
     from transformers import AutoConfig
 

@@ -296,7 +296,7 @@ def load_profile(
         name: What messages call the model.
         drafting: What the target verifies; a profile is computed where it verifies trees.
         computes: Whether missing rows are to be computed.
-        report: See `ProfileTask`.
+        report: Called after each pass with the share of the vocabulary that is done.
 
     Returns:
         The profile, or None where nothing is known; the task, whose rows appear in the profile, or None.

@@ -218,7 +218,12 @@ def _local_or_hub(name: str | Path) -> Path | str:
 
 
 def model_not_found(name: str | Path, reason: str) -> ModelNotFoundError:
-    """An error that says why there is no such model, and which there are."""
+    """An error that says why there is no such model, and which there are.
+
+    Args:
+        name: The name that was given.
+        reason: Why it is none, in a few words.
+    """
     return ModelNotFoundError(
         f"cannot find the model {str(name)!r} ({reason}): get one of {', '.join(ALIASES)} or a hub id with "
         "`reader-rag models get NAME`, or name a local model folder"

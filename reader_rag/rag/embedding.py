@@ -49,14 +49,16 @@ class TextSizes(Protocol):
     """How many tokens an embedding reads, and how many a text has; every `SizedEmbedding` is one."""
 
     @property
-    def max_text_tokens(self) -> int: ...
+    def max_text_tokens(self) -> int:
+        """Most tokens of a text that the embedding reads."""
 
-    def count_tokens(self, text: str) -> int: ...
+    def count_tokens(self, text: str) -> int:
+        """Number of tokens of a text."""
 
 
 @dataclass(frozen=True)
 class _AssumedSizes:
-    """Of an embedding that does not say: tokens are counted by LlamaIndex's default tokenizer."""
+    """Sizes of an embedding that does not report them: tokens are counted by LlamaIndex's default tokenizer."""
 
     max_text_tokens: int
 

@@ -59,7 +59,12 @@ class Files:
     """Changes files and folders. Each method completes, fails, or is interrupted by a crash as one step."""
 
     def create(self, path: Path, chunks: Iterable[Any]) -> None:
-        """Write a file and flush it to disk; a file at `path` is overwritten."""
+        """Write a file and flush it to disk; a file at `path` is overwritten.
+
+        Args:
+            path: The file.
+            chunks: Its content in order, as bytes or arrays.
+        """
         with path.open("wb", buffering=0) as file:
             for chunk in chunks:
                 self.write(file.fileno(), chunk)

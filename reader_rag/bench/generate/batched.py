@@ -55,6 +55,11 @@ def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> 
     """Answer with this engine, with drafts or plain.
 
     Each prompt has a tenant of its own, so that none drafts from another's text.
+
+    Args:
+        engine: The engine.
+        tasks: The prompts, submitted together.
+        speculate: Whether to decode with drafts.
     """
     tenants = [f"bench-{number}" for number in range(len(tasks))]
     for tenant in tenants:
@@ -72,7 +77,7 @@ def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> 
             for _ in stream:
                 pass
         wall_s = time.perf_counter() - started
-        engine.between_steps(lambda: None)  # observers are told of an end after its reader
+        engine.between_steps(lambda: None)  # observers hear of an end after its reader
     finally:
         engine.observers.remove(watch)
     results = [stream.result for stream in streams]
@@ -92,7 +97,13 @@ def ours_together(engine: Engine, tasks: Sequence[Task], *, speculate: bool) -> 
 
 
 def transformers_together(engine: Engine, tasks: Sequence[Task], batch: int) -> Run:
-    """Answer with `generate` of `transformers`, in padded batches."""
+    """Answer with `generate` of `transformers`, in padded batches.
+
+    Args:
+        engine: The engine whose model is used.
+        tasks: The prompts.
+        batch: Most prompts of a call of `generate`.
+    """
     tokens: list[tuple[int, ...]] = []
     emitted = steps = row_steps = held = 0
     decode_s, ttft_s, question_s = 0.0, [], []

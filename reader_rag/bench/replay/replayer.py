@@ -313,7 +313,15 @@ def replay(
     calibration: Calibration | None = None,
     datastore: Datastore | None = None,
 ) -> dict[str, Tally]:
-    """Replay traces; the other arguments are those of `Replayer`.
+    """Replay traces.
+
+    Args:
+        traces: Recorded answers.
+        config: What is replayed.
+        best: The target's best next tokens, by trace id; a trace without them is drafted without successors.
+        profile: The model's profile; None: there is none.
+        calibration: Starts as this instead of the shipped counts.
+        datastore: Searched too, as requests of no named tenant search it; None: there is none.
 
     Returns:
         Counts by category.

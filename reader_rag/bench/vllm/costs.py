@@ -101,7 +101,15 @@ def measure_costs(
 
 
 def time_steps(engine: Any, rows: int, drafted: Sequence[int], context: int, rounds: int) -> tuple[float, ...]:
-    """Median seconds of a step for each number of drafted tokens; runs in the worker process."""
+    """Median seconds of a step for each number of drafted tokens; runs in the worker process.
+
+    Args:
+        engine: vLLM's engine, which drafts with `FixedDrafts`.
+        rows: Requests of a step.
+        drafted: Numbers of tokens that are drafted for each request.
+        context: Tokens of each prompt.
+        rounds: How often every number is measured.
+    """
     draw = random.Random(rows)
     vocabulary = len(engine.get_tokenizer())
     driver = Driver(engine)

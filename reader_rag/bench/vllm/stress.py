@@ -52,7 +52,12 @@ class _Request:
 
 
 def cut(tasks: Sequence[VllmTask], seed: int = 0) -> list[VllmTask]:
-    """Prefixes of prompts, of random lengths."""
+    """Prefixes of prompts, of random lengths.
+
+    Args:
+        tasks: The prompts.
+        seed: Seed of the lengths.
+    """
     draw = random.Random(seed)
     longest = [min(len(task.prompt), _LONGEST) for task in tasks]
     return [
@@ -157,7 +162,13 @@ def _answers(engine: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> 
 
 
 def storm(engine: Any, prompts: Sequence[Sequence[int]], requests: Sequence[_Request], queued: int) -> dict[str, Any]:
-    """Answer all requests, at most `queued` at a time; runs in the worker process.
+    """Answer all requests; runs in the worker process.
+
+    Args:
+        engine: vLLM's engine.
+        prompts: Token ids of each prompt.
+        requests: The requests, which name prompts by their index.
+        queued: Most requests at a time.
 
     Returns:
         Tokens of each request, megabytes of the process after each part, and vLLM's counters.

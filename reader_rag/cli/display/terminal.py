@@ -40,12 +40,12 @@ def messages() -> Console:
 
 
 def print_error(text: str) -> None:
-    """One line on standard error."""
+    """Print an error as one line on standard error."""
     messages().print(Text.assemble(("error: ", "bold red"), clean(text)), soft_wrap=True)
 
 
 def print_warning(text: str) -> None:
-    """One line on standard error."""
+    """Print a warning as one line on standard error."""
     messages().print(Text.assemble(("warning: ", "bold yellow"), clean(text)), soft_wrap=True)
 
 

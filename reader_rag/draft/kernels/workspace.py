@@ -53,7 +53,13 @@ class Workspace(NamedTuple):
 
 
 def new_workspace(matches: int, max_nodes: int = 0, max_proposed: int = 0) -> Workspace:
-    """A workspace for drafts of at most that many matches, nodes, and nodes that are proposed from outside."""
+    """A workspace for drafts up to a size.
+
+    Args:
+        matches: Most matches, of all sources together.
+        max_nodes: Most nodes of a tree.
+        max_proposed: Most nodes that a source from outside proposes.
+    """
     width = 1 << max(2 * matches, matches + KEPT + max_proposed, max_nodes).bit_length()
     return Workspace(np.full((_INT_ROWS, width + PADDING), EMPTY, np.int32), np.zeros((_FLOAT_ROWS, width + PADDING)))
 

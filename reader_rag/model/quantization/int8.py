@@ -140,5 +140,10 @@ def unpack(packed: torch.Tensor, features: int, inputs: int) -> torch.Tensor:
 
 
 def packed_shape(features: int, inputs: int) -> tuple[int, int]:
-    """Blocks and depth of a packed weight."""
+    """Blocks and depth of a packed weight.
+
+    Args:
+        features: Rows of the weight: outputs of the layer.
+        inputs: Columns of the weight.
+    """
     return -(-features // FEATURES), -(-inputs // INPUTS)

@@ -211,7 +211,12 @@ def assemble(skeleton: PreTrainedModel, layout: Layout, tensors: Tensors) -> Non
 
 
 def quantised_share(model: PreTrainedModel, layout: Layout) -> float:
-    """Share of a model's parameters that is stored in int8; its weights may be on the meta device."""
+    """Share of a model's parameters that is stored in int8, 0 to 1.
+
+    Args:
+        model: The model; its weights may be on the meta device.
+        layout: The forms of its modules.
+    """
     of_another = {f"{name}.weight" for name, form in layout.forms.items() if form in ("tied", "table of head")}
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in of_another}
     in_int8 = [f"{name}.weight" for name, form in layout.forms.items() if form in ("int8", "int8 table")]

@@ -22,7 +22,9 @@ from reader_rag.server.errors import log_bug
 
 _WORKERS = 4
 _KEPT_JOBS = 1024
+"""States that are kept, so that clients can ask for jobs that have ended."""
 _PREVIOUS = ".previous"
+"""Name of the original that an upload of the same name replaces, until that one is ingested."""
 _STOPPED = "the service was stopped"
 _WATCH_S = 0.05
 
@@ -151,6 +153,7 @@ class Jobs:
         self._workers.shutdown(wait=True)
 
     def _forget(self) -> None:
+        """Drop the oldest states of jobs that have ended, where there are too many."""
         for id_ in list(self._states):
             if len(self._states) <= _KEPT_JOBS:
                 return
@@ -158,6 +161,7 @@ class Jobs:
                 del self._states[id_]
 
     def _run_all(self, tenant: str) -> None:
+        """Run the waiting jobs of a tenant, one after the other; an error fails its job only."""
         while True:
             with self._lock:
                 waiting = self._waiting[tenant]
@@ -181,6 +185,7 @@ class Jobs:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, id_: str, tenant: str, uploads: Sequence[Upload]) -> None:
+        """Ingest the files of one job, and record what came in and what was skipped."""
         if not uploads:
             self._change(id_, state="failed", error="none of the files can be ingested")
             return

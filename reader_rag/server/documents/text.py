@@ -167,6 +167,6 @@ def _label(node: TextNode) -> str:
 
 
 def _number(node: TextNode) -> int | None:
-    """The page's number, where the format has pages; labels that are numbers stand in for stores made earlier."""
+    """The page's number, where the format has pages; in stores without numbers, a label that is a number."""
     number = str(node.metadata.get("page_number") or node.metadata.get("page_label") or "")
     return int(number) if number.isascii() and number.isdecimal() and 0 < len(number) < 8 else None

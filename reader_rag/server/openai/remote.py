@@ -183,7 +183,7 @@ class RemoteAnswer:
         return await asyncio.to_thread(self._sources.cite, text, None)
 
     def _figures(self, cited: Cited) -> dict[str, Any]:
-        """Passages and notes: how fast the other server decodes is not told."""
+        """Passages and notes: how fast the other server decodes is not known."""
         assert self._sources is not None
         figures = ReaderFigures(notes=self._notes, question=self._sources.found.question, passages=cited.passages)
         return figures.model_dump(exclude_unset=True)
