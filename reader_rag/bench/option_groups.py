@@ -12,11 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 from reader_rag.bench import options
 from reader_rag.config import LoadConfig, Settings
+
+if TYPE_CHECKING:
+    from reader_rag.bench.inputs import BenchPrompt
 
 
 class OptionGroup:
@@ -98,6 +101,34 @@ def _option(group: Any, name: str) -> Any:
     if issubclass(group, OptionGroup):
         return get_type_hints(group, include_extras=True)[name]
     return options.of_setting(group, name)
+
+
+@dataclass(frozen=True)
+class PromptOptions(OptionGroup):
+    """Which prompts are run.
+
+    Attributes:
+        prompts: File of prompts; None: prompts made of texts of this machine.
+        categories: Categories, comma-separated; "": all.
+        limit: Most prompts of each category; None: all of a file.
+    """
+
+    prompts: options.Prompts = None
+    categories: options.Categories = ""
+    limit: options.Limit = None
+
+    def read(self, each: int) -> list[BenchPrompt]:
+        """The prompts.
+
+        Args:
+            each: Prompts of each category where neither a file nor a limit is given.
+
+        Raises:
+            ConfigError: The file cannot be read, or there is no such category.
+        """
+        from reader_rag.bench.local_prompts import prompts_or_local
+
+        return prompts_or_local(self.prompts, options.names(self.categories), self.limit, each)
 
 
 Loading = Annotated[LoadConfig, Without("trust_remote_code")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from reader_rag.bench import options
-from reader_rag.bench.option_groups import Only, with_option_groups
+from reader_rag.bench.option_groups import Only, PromptOptions, with_option_groups
 from reader_rag.bench.output import print_report, progress, weights_type
 from reader_rag.config import DraftConfig, EngineConfig, LoadConfig, SamplingParams
 from reader_rag.errors import ConfigError, ReaderWarning
@@ -33,9 +33,7 @@ _SHOWN = 20
 @with_option_groups
 def verify(
     model: options.Model = DEFAULT_MODEL,
-    prompts: options.Prompts = None,
-    categories: options.Categories = "",
-    limit: options.Limit = None,
+    prompts: PromptOptions = PromptOptions(),
     load: LoadConfig = LoadConfig(),
     config: Annotated[
         EngineConfig, Only("draft_model", "draft_quantization", "exactness", "forward")
@@ -68,13 +66,12 @@ def verify(
     With --against, nothing is checked: it reports how far quantisation or rounding changes the model's predictions.
     """
     numbers = _seeds(seeds)
-    _check_against(against, params, batch, prompts, replay)
-    from reader_rag.bench.local_prompts import prompts_or_local
+    _check_against(against, params, batch, prompts.prompts, replay)
     from reader_rag.bench.verify.verification import verify as run
     from reader_rag.engine.engine import Engine
 
-    recorded = _recorded(replay, categories, limit) if replay else []
-    chosen = [] if replay else prompts_or_local(prompts, options.names(categories), limit, _LOCAL_PROMPTS)
+    recorded = _recorded(replay, prompts) if replay else []
+    chosen = [] if replay else prompts.read(_LOCAL_PROMPTS)
     # A draft model is tested also where it does not pay.
     engine = Engine.load(model, replace(config, draft=DraftConfig(gated=False)), **vars(load))
     if against is not None:
@@ -116,13 +113,13 @@ def _check_against(
         raise ConfigError("give either --prompts FILE or --replay TRACES")
 
 
-def _recorded(traces: Path, categories: str, limit: int | None) -> list[ComparedPrompt]:
+def _recorded(traces: Path, chosen: PromptOptions) -> list[ComparedPrompt]:
     """The prompts of a trace file with their recorded answers."""
     from reader_rag.bench.inputs import read_traces
     from reader_rag.bench.verify.against import ComparedPrompt
     from reader_rag.engine.outputs import Prompt
 
-    found = read_traces(traces, options.names(categories), limit)
+    found = read_traces(traces, options.names(chosen.categories), chosen.limit)
     return [ComparedPrompt(t.id, t.category, Prompt(t.prompt), t.output) for t in found]
 
 

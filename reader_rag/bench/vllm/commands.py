@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from reader_rag.bench import options
+from reader_rag.bench.option_groups import Only, PromptOptions, Without, with_option_groups
 from reader_rag.bench.output import print_report, print_table, progress, ratio_line
-from reader_rag.connectors.vllm_args import DEFAULT_DRAFT_TOKENS
+from reader_rag.bench.vllm.options import Options
 from reader_rag.errors import ConfigError
-from reader_rag.model.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from reader_rag.bench.vllm.compare import VllmTask
     from reader_rag.draft.step_table import StepTable
 
-Length = Annotated[int, typer.Option("--max-model-len", min=16, help="Most tokens of a prompt with its answer.")]
-Eager = Annotated[bool, typer.Option(help="Let vLLM compile nothing: starts sooner, runs slower.")]
-GpuMemory = Annotated[float, typer.Option(min=0, max=1, help="Share of a GPU's memory for each engine.")]
-
 _LOCAL_PROMPTS = 8
 """Prompts of each category where no file is given."""
 
 
+@with_option_groups
 def vllm(
-    prompts: options.Prompts = None,
-    model: options.Model = DEFAULT_MODEL,
-    categories: options.Categories = "",
-    limit: options.Limit = None,
-    dtype: options.Dtype = "bfloat16",
+    prompts: PromptOptions = PromptOptions(),
+    engine: Annotated[Options, Without("cache_tokens")] = Options(),
     max_tokens: options.AnswerTokens = 128,
-    max_model_len: Length = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 1,
-    drafted: options.MaxDrafted = DEFAULT_DRAFT_TOKENS,
-    datastore: options.DatastoreToDraftFrom = None,
-    costs: options.StepCosts = None,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     methods: Annotated[str, typer.Option(help="Out of plain, ngram, suffix, reader.")] = "plain,ngram,suffix,reader",
-    eager: Eager = False,
-    gpu_memory: GpuMemory = 0.2,
     as_json: options.Json = False,
 ) -> None:
     """Compare drafters in vLLM.
@@ -49,34 +37,25 @@ def vllm(
     Runs the drafters in turn on the same prompts; reports speed, tokens per step and differing answers.
     """
     from reader_rag.bench.vllm.compare import Sampling, compare_vllm
-    from reader_rag.bench.vllm.engine import Options as EngineOptions
 
-    source, tasks = _tasks(model, prompts, categories, limit, max_model_len, max_tokens)
-    engine = EngineOptions(source, dtype, batch, max_model_len, drafted, datastore, costs, eager, gpu_memory=gpu_memory)
+    engine = engine.resolved()
+    tasks = _tasks(engine, prompts, max_tokens)
     sampling = Sampling(max_tokens, temperature, seed)
     report = compare_vllm(engine, tasks, options.names(methods), sampling, progress())
     print_report(report, as_json, _show)
 
 
+@with_option_groups
 def vllm_stress(
-    prompts: options.Prompts = None,
-    model: options.Model = DEFAULT_MODEL,
-    categories: options.Categories = "",
-    limit: options.Limit = None,
-    dtype: options.Dtype = "float32",
+    prompts: PromptOptions = PromptOptions(),
+    engine: Options = Options(
+        dtype="float32", max_model_len=1024, at_once=16, cache_tokens=1024, eager=True, gpu_memory=0.4
+    ),
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 500,
     aborted: Annotated[float, typer.Option(min=0, max=1, help="Share of the requests that is aborted.")] = 0.15,
     max_tokens: options.MaxTokens = 48,
-    max_model_len: Length = 1024,
-    batch: Annotated[int, typer.Option(min=1, help="Most requests of a step.")] = 16,
-    cache_tokens: Annotated[int, typer.Option(min=32, help="Positions of the KV cache.")] = 1024,
     whole: Annotated[bool, typer.Option(help="Use whole prompts, not prefixes of mixed lengths.")] = False,
-    drafted: options.MaxDrafted = DEFAULT_DRAFT_TOKENS,
-    datastore: options.DatastoreToDraftFrom = None,
-    costs: options.StepCosts = None,
     seed: options.Seed = 0,
-    eager: Eager = True,
-    gpu_memory: GpuMemory = 0.4,
     as_json: options.Json = False,
 ) -> None:
     """Check the answers of an overloaded vLLM.
@@ -84,34 +63,33 @@ def vllm_stress(
     Sends many requests to a vLLM whose KV cache is too small, aborts some, and compares every answer with plain
     decoding's. Exit status: 1 if one is wrong.
     """
-    from reader_rag.bench.vllm.engine import Options as EngineOptions
     from reader_rag.bench.vllm.stress import StressPlan, cut, stress
 
-    if cache_tokens < max_model_len:
+    cache_tokens = engine.cache_tokens or engine.max_model_len
+    if cache_tokens < engine.max_model_len:
         raise ConfigError(
-            f"--cache-tokens {cache_tokens}: vLLM needs room for one request of {max_model_len} tokens; raise it, or "
-            "lower --max-model-len"
+            f"--cache-tokens {cache_tokens}: vLLM needs room for one request of {engine.max_model_len} tokens; raise "
+            "it, or lower --max-model-len"
         )
-    source, tasks = _tasks(model, prompts, categories, limit, max_model_len, max_tokens)
-    engine = EngineOptions(source, dtype, batch, max_model_len, drafted, datastore, costs, eager, gpu_memory=gpu_memory)
-    plan = StressPlan(requests, aborted, max_tokens, 2 * batch, seed)
+    engine = engine.resolved()
+    tasks = _tasks(engine, prompts, max_tokens)
+    plan = StressPlan(requests, aborted, max_tokens, 2 * engine.at_once, seed)
     report = stress(engine, cache_tokens, tasks if whole else cut(tasks, seed), plan, progress())
     print_report(report, as_json, _show_stress)
     if report["wrong"]:
         raise typer.Exit(1)
 
 
+@with_option_groups
 def vllm_costs(
     out: Annotated[Path, typer.Option(help="File to write.")],
-    model: options.Model = DEFAULT_MODEL,
-    dtype: options.Dtype = "bfloat16",
+    engine: Annotated[Options, Only("model", "dtype", "max_model_len", "eager", "gpu_memory")] = Options(
+        gpu_memory=0.8
+    ),
     rows: Annotated[str, typer.Option(help="Requests of a step, comma-separated.")] = "1,2,4,8,16",
     drafted: Annotated[str, typer.Option(help="Drafted tokens of each request, comma-separated.")] = "0,1,2,4,8,16",
     context: Annotated[int, typer.Option(min=1, help="Tokens of the text before them.")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="How often every length is measured.")] = 5,
-    max_model_len: Length = 4096,
-    eager: Eager = False,
-    gpu_memory: GpuMemory = 0.8,
 ) -> None:
     """Measure how long vLLM steps take.
 
@@ -119,38 +97,22 @@ def vllm_costs(
     that serves; reader-rag vllm-args --costs takes the table.
     """
     from reader_rag.bench.vllm.costs import measure_costs
-    from reader_rag.bench.vllm.engine import Options as EngineOptions
-    from reader_rag.model.registry import resolve_model
 
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     numbers, lengths = options.numbers("--rows", rows), options.numbers("--drafted", drafted)
-    engine = EngineOptions(
-        str(resolve_model(model)),
-        dtype,
-        max(numbers),
-        max_model_len,
-        max(1, *lengths),
-        eager=eager,
-        gpu_memory=gpu_memory,
-    )
+    engine = replace(engine.resolved(), at_once=max(numbers), drafted=max(1, *lengths))
     table = measure_costs(engine, numbers, lengths, context, rounds, progress())
     table.write(out)
     _show_costs(table)
     typer.echo(out)
 
 
-def _tasks(
-    model: str, path: Path | None, categories: str, limit: int | None, max_model_len: int, max_tokens: int
-) -> tuple[str, list[VllmTask]]:
-    """The model's folder or id, and the prompts in its tokens."""
-    from reader_rag.bench.local_prompts import prompts_or_local
+def _tasks(engine: Options, prompts: PromptOptions, max_tokens: int) -> list[VllmTask]:
+    """The prompts in the model's tokens."""
     from reader_rag.bench.vllm.compare import read_tasks
-    from reader_rag.model.registry import resolve_model
 
-    source = str(resolve_model(model))
-    prompts = prompts_or_local(path, options.names(categories), limit, _LOCAL_PROMPTS)
-    return source, read_tasks(source, prompts, max_model_len, max_tokens)
+    return read_tasks(engine.model, prompts.read(_LOCAL_PROMPTS), engine.max_model_len, max_tokens)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from reader_rag.connectors.vllm_args import DEFAULT_DRAFT_TOKENS, PROPOSER, additional_config
+from reader_rag.bench.vllm.options import Options
+from reader_rag.connectors.vllm_args import PROPOSER, additional_config
 from reader_rag.errors import ConfigError, MissingDependencyError
 from reader_rag.util.one_line import first_line
 
@@ -35,35 +35,6 @@ _SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings of a vLLM engine.
-
-    Attributes:
-        model: Local folder or hub id.
-        dtype: Type of weights and activations.
-        at_once: Most requests of a step.
-        max_model_len: Most tokens of a prompt with its answer.
-        drafted: Most tokens that `reader` drafts for one request.
-        datastore: Folder of a datastore for `reader`, or None.
-        costs: File of step costs for `reader`, or None.
-        eager: Whether vLLM compiles nothing.
-        cache_tokens: Positions of the KV cache; None: vLLM decides.
-        gpu_memory: Share of a GPU's memory for vLLM.
-    """
-
-    model: str
-    dtype: str = "bfloat16"
-    at_once: int = 1
-    max_model_len: int = 4096
-    drafted: int = DEFAULT_DRAFT_TOKENS
-    datastore: str | Path | None = None
-    costs: str | Path | None = None
-    eager: bool = False
-    cache_tokens: int | None = None
-    gpu_memory: float = 0.2
 
 
 @dataclass
