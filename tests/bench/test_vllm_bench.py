@@ -15,7 +15,8 @@ from reader_rag.bench.vllm import engine as vllm_engine
 from reader_rag.bench.vllm import stress as vllm_stress
 from reader_rag.bench.vllm.compare import Sampling, VllmTask, _groups, _report, compare_vllm, first_difference
 from reader_rag.bench.vllm.costs import FixedDrafts, measure_costs
-from reader_rag.bench.vllm.engine import Answer, Driver, Group, Options, pausing_group, run_group
+from reader_rag.bench.vllm.engine import Answer, Driver, Group, pausing_group, run_group
+from reader_rag.bench.vllm.options import Options
 from reader_rag.bench.vllm.stress import StressPlan, storm
 from reader_rag.bench.vllm.worker import _begin, _resume
 from reader_rag.cli.main import app

@@ -21,7 +21,8 @@ from reader_rag.connectors.vllm_args import PROPOSER
 from reader_rag.bench.inputs import BenchPrompt
 from reader_rag.bench.vllm.compare import Sampling, VllmTask, compare_vllm, first_difference, read_tasks
 from reader_rag.bench.vllm.costs import measure_costs
-from reader_rag.bench.vllm.engine import Answer, Group, Options, greedy, run_group
+from reader_rag.bench.vllm.engine import Answer, Group, greedy, run_group
+from reader_rag.bench.vllm.options import Options
 from reader_rag.bench.vllm.stress import TIE, StressPlan, stress
 from reader_rag.bench.vllm.worker import Worker
 from reader_rag.datastore import Datastore

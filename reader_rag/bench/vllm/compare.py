@@ -12,7 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reader_rag.bench.report import speed, speed_ratios
-from reader_rag.bench.vllm.engine import COMPARED, Group, Options, greedy, margin, pausing_group, run_group
+from reader_rag.bench.vllm.engine import COMPARED, Group, greedy, margin, pausing_group, run_group
+from reader_rag.bench.vllm.options import Options
 from reader_rag.bench.vllm.worker import Worker
 from reader_rag.engine import outputs
 from reader_rag.errors import ConfigError

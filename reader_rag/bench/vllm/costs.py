@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from reader_rag.bench.vllm.engine import Driver, Options, greedy
+from reader_rag.bench.vllm.engine import Driver, greedy
+from reader_rag.bench.vllm.options import Options
 from reader_rag.bench.vllm.worker import Worker
 from reader_rag.draft.step_table import StepTable
 from reader_rag.errors import ConfigError

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reader_rag.bench.vllm.compare import VllmTask, first_difference, machine
-from reader_rag.bench.vllm.engine import Answer, Driver, Options, counters, greedy, run_group
+from reader_rag.bench.vllm.engine import Answer, Driver, counters, greedy, run_group
+from reader_rag.bench.vllm.options import Options
 from reader_rag.bench.vllm.worker import Worker
 
 _MOST_BEFORE_ABORT = 12

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from reader_rag.bench.vllm.engine import Options, make_engine, require_vllm
+from reader_rag.bench.vllm.engine import make_engine, require_vllm
+from reader_rag.bench.vllm.options import Options
 from reader_rag.errors import ReaderError
 
 _T = TypeVar("_T")
