@@ -73,7 +73,7 @@ DraftModel = Annotated[
     setting_option(
         EngineConfig,
         "draft_model",
-        text="A model that drafts too: a smaller LLM of the same vocabulary, or an EAGLE-3 head.",
+        text="A model that drafts too: a smaller LLM, best of the same vocabulary, or an EAGLE-3 head.",
     ),
 ]
 DraftQuantization = Annotated[

@@ -79,8 +79,8 @@ class EngineConfig(Settings):
     )
     draft_model: str | None = setting(
         None,
-        "A model that drafts beside the search: alias, local folder or hub id of a smaller causal language model with "
-        "the same vocabulary, or of an EAGLE-3 head in the speculators format. None: there is none.",
+        "A model that drafts beside the search: alias, local folder or hub id of a smaller causal language model, best "
+        "of the same vocabulary, or of an EAGLE-3 head in the speculators format. None: there is none.",
     )
     draft_quantization: Quantization = setting(
         "none", 'How the draft model is loaded; "int8": as `quantization` says, for smaller language models only.'

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reader_rag.draft.kernels.workspace import DEPTH, PARENT, TOKEN
-from reader_rag.draft.source import Budget, DraftSource, Proposal, RequestState, Verified
+from reader_rag.draft.source import Budget, DraftSource, Proposal, RequestState, SourceGroup, Verified
 from reader_rag.draft.tree import EXTERNAL, DraftTree
 from reader_rag.errors import ReaderWarning
 from reader_rag.util.one_line import first_line
@@ -109,13 +109,16 @@ class CheckedSource:
         active: Whether it is not switched off.
         name: Its `name`, or else that of its class.
         needs_hidden_states: Whether it gets the target's hidden states.
+        source: As given.
+        group: Its `group`; None: it is asked alone.
     """
 
     def __init__(self, source: DraftSource, vocabulary: int) -> None:
         self.active = True
         self.name = str(getattr(source, "name", "") or type(source).__name__)
         self.needs_hidden_states = bool(getattr(source, "needs_hidden_states", False))
-        self._source = source
+        self.source = source
+        self.group: SourceGroup | None = getattr(source, "group", None)
         self._vocabulary = vocabulary
 
     def propose(self, state: RequestState, budget: Budget) -> DraftTree:
@@ -125,7 +128,16 @@ class CheckedSource:
             state: The request.
             budget: Most nodes, and most tokens on a path.
         """
-        tree = self._guarded(lambda: check_proposal(self._source.propose(state, budget), budget, self._vocabulary))
+        return self.checked(lambda: self.source.propose(state, budget), budget)
+
+    def checked(self, propose: Callable[[], Proposal | DraftTree], budget: Budget) -> DraftTree:
+        """A proposal as a tree; empty where it failed or the source is switched off.
+
+        Args:
+            propose: Makes it.
+            budget: Most nodes, and most tokens on a path.
+        """
+        tree = self._guarded(lambda: check_proposal(propose(), budget, self._vocabulary))
         return DraftTree.empty() if tree is None else tree
 
     def timed_proposal(self, state: RequestState, budget: Budget) -> tuple[DraftTree, float]:
@@ -142,7 +154,7 @@ class CheckedSource:
     @property
     def declared_seconds(self) -> float | None:
         """Its `proposal_seconds`; None: it declares none."""
-        return self._guarded(lambda: _declared(getattr(self._source, "proposal_seconds", None)))
+        return self._guarded(lambda: _declared(getattr(self.source, "proposal_seconds", None)))
 
     def observe(self, verified: Verified) -> None:
         """Hand it what the target emitted.
@@ -151,12 +163,12 @@ class CheckedSource:
             verified: The emitted tokens; hidden states are left out for a source that needs none.
         """
         known = verified if self.needs_hidden_states else replace(verified, hidden_states=None)
-        self._guarded(lambda: self._source.observe(known))
+        self._guarded(lambda: self.source.observe(known))
 
     def forget(self) -> None:
         """Tell it that the request has ended, also where it was switched off."""
         self.active = True
-        self._guarded(self._source.forget)
+        self._guarded(self.source.forget)
         self.active = False
 
     def _guarded(self, call: Callable[[], _Result]) -> _Result | None:

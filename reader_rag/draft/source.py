@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +103,34 @@ class Verified:
     hidden_states: object | None = None
 
 
+class Ask(NamedTuple):
+    """One of several sources that are asked in one call.
+
+    Attributes:
+        source: The source.
+        state: Its request.
+        budget: Most nodes, and most tokens on a path.
+    """
+
+    source: DraftSource
+    state: RequestState
+    budget: Budget
+
+
+class SourceGroup(Protocol):
+    """Sources of several requests that draft in one call, such as those over one model."""
+
+    def propose_together(self, asks: Sequence[Ask]) -> Sequence[Proposal | DraftTree]:
+        """Propose for several requests.
+
+        Args:
+            asks: At least one, each with a source of this group.
+
+        Returns:
+            For each what `DraftSource.propose` returns.
+        """
+
+
 class DraftSource(Protocol):
     """Proposes tokens for one request at a time, on the thread that decodes.
 
@@ -111,10 +139,11 @@ class DraftSource(Protocol):
     the last step. An error in any of them, or a proposal that is not valid, switches the source off for the request,
     with one warning; the answer goes on.
 
-    Two attributes are optional. `proposal_seconds` says how many seconds a call of `propose` takes, where the source
+    Three attributes are optional. `proposal_seconds` says how many seconds a call of `propose` takes, where the source
     knows it; without it, or where it is None, calls are timed. It decides in which steps the source is asked: work that
     is needed for proposals alone, such as a pass of a model over what was emitted since the last one, belongs into
-    `propose`. `name` names the source in statistics and metrics; the default is the name of its class.
+    `propose`. `name` names the source in statistics and metrics; the default is the name of its class. `group`, a
+    `SourceGroup`, is asked in place of the sources themselves where several of one group are asked in a step.
 
     A source that needs hidden states may have an attribute `hidden_layers`, the layers whose outputs it wants: n for
     the output of the n-th decoder layer, 0 for the embeddings. Without it, it gets the output of the last one.

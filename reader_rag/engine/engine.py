@@ -46,6 +46,10 @@ _AHEAD = 4
 of the batch is empty while the first is still decoded."""
 
 
+def _token_ids(encoder: PromptEncoder, text: str) -> Sequence[int]:
+    return encoder.encode(text).token_ids
+
+
 class Engine:
     """A model that decodes with drafts, and without.
 
@@ -107,7 +111,8 @@ class Engine:
             model, tokenizer, self.name, self.target.device, context_window, self.config.draft, *given_sources
         )
         self.prefix_bytes = self._prefix_bytes()
-        self.draft_model, prefix_bytes = self._load_draft_model(assistant)
+        self.draft_model = self._load_draft_model(assistant)
+        drafted = 0 if self.draft_model is None else self.draft_model.prefix_bytes
         reuse = on_own_thread(lambda: select_reuse(self.target, self.config.exactness)) if self.prefix_bytes else None
         observers = Observers()
         report, computes = partial(observers.tell, "profiled"), self.config.profile == "auto"
@@ -123,7 +128,7 @@ class Engine:
             context_window=context_window,
             vocabulary=self.requests.vocabulary,
             draft_states=DraftStates(profile),
-            prefix_cache=PrefixCache(self.prefix_bytes - prefix_bytes, reuse.block) if reuse is not None else None,
+            prefix_cache=PrefixCache(self.prefix_bytes - drafted, reuse.block) if reuse is not None else None,
             reuse=reuse,
             lookup=self._lookup(),
             costs=Costs(self.target, cache_folder() / "costs"),
@@ -393,21 +398,19 @@ class Engine:
         add_fixed_step(target, config.cuda_graphs, name=self.name, max_bytes=config.batch.max_cache_bytes)
         return target, drafting
 
-    def _load_draft_model(self, assistant: PreTrainedModel | None) -> tuple[DraftModel | None, int]:
-        """The draft model, and how many bytes of the prefix cache it takes."""
+    def _load_draft_model(self, assistant: PreTrainedModel | None) -> DraftModel | None:
         given, quantization = self.config.draft_model, self.config.draft_quantization
         if given is not None and assistant is not None:
             raise ConfigError("assistant is a draft model, and draft_model names another one: give one of them")
         chosen = assistant if given is None else given
         if chosen is None:
-            return None, 0
-        parts = TargetParts(self.target, self.tokenizer, self.name, self.requests.vocabulary)
+            return None
+        encode = partial(_token_ids, self._encoder)
+        parts = TargetParts(self.target, self.tokenizer, self.name, self.requests.vocabulary, encode)
         most = self.prefix_bytes
-        model, share = on_own_thread(
-            lambda: load_draft_model(chosen, parts, quantization=quantization, prefix_bytes=most)
-        )
+        model = on_own_thread(lambda: load_draft_model(chosen, parts, quantization=quantization, prefix_bytes=most))
         self.requests.draft_model = model
-        return model, share
+        return model
 
     def _prefix_bytes(self) -> int:
         if self.config.prefix_bytes is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from reader_rag.draft.builtin_sources import BuiltinSource
 from reader_rag.draft.checked_source import CheckedSource
 from reader_rag.draft.context_index import ContextIndex
 from reader_rag.draft.external.sources import ExternalSources, SourceCounts
+from reader_rag.draft.external.together import Drafting
 from reader_rag.draft.prompt_successors import PromptSuccessors
 from reader_rag.draft.source import Budget, RequestState, Verified
 from reader_rag.draft.tree import DATASTORE, SOURCES, DraftTree
@@ -155,8 +157,8 @@ class Proposer:
         """Accepted tokens by namespace and document of the datastore."""
         return Counter() if self._lookup is None else self._lookup.used
 
-    def propose(self, depth: int, length: int) -> DraftTree:
-        """The best draft tree of all sources.
+    def drafting(self, depth: int, length: int) -> Drafting:
+        """Make the best draft tree of all sources; sources from outside that are asked are yielded.
 
         Args:
             depth: Most tokens on a path.
@@ -177,7 +179,8 @@ class Proposer:
             return tree
         costs = self._costs.current
         times = None if costs is None else costs.seconds(length)
-        return self._external.propose(tree, state, budget, lambda proposed: self._builtin.join(proposed, budget), times)
+        join = partial(self._builtin.join, budget=budget)
+        return (yield from self._external.drafting(tree, state, budget, join, times))
 
     def skip(self) -> DraftTree:
         """No draft for this step; acceptance is not counted for it."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import DraftConfig, SamplingParams, checked_tenant, unknown_argument
 from reader_rag.draft.source import DraftSource, SourceFactory, hidden_layers_of, make_sources
-from reader_rag.engine.draft_models.source import DraftModel, DraftRequest, ModelSource
+from reader_rag.engine.draft_models.source import DraftModel, DraftRequest, ModelSource, Stream
 from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import ConfigError, ContextLengthError, PromptError
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
@@ -87,11 +87,6 @@ class Request:
     draft_sources: tuple[DraftSource, ...] = ()
     prediction: str = ""
 
-    @property
-    def draft_bytes(self) -> int:
-        """Most bytes that its draft model holds."""
-        return sum(source.nbytes for source in self.draft_sources if isinstance(source, ModelSource))
-
     def hidden_layers(self, layers: int) -> tuple[int, ...]:
         """The layers whose outputs its draft sources need, ascending.
 
@@ -100,6 +95,19 @@ class Request:
         """
         wanted = (hidden_layers_of(source, layers) for source in self.draft_sources)
         return tuple(sorted({layer for each in wanted for layer in each}))
+
+
+def draft_bytes(requests: Sequence[Request]) -> int:
+    """Most bytes that draft models hold for requests that are decoded together.
+
+    Args:
+        requests: The requests.
+    """
+    streams: dict[DraftModel, list[Stream]] = {}
+    for source in (source for request in requests for source in request.draft_sources):
+        if isinstance(source, ModelSource):
+            streams.setdefault(source.group, []).append(source.stream)
+    return sum(model.bytes_of(opened) for model, opened in streams.items())
 
 
 class RequestBuilder:
@@ -259,7 +267,7 @@ class RequestBuilder:
             sampler=drawn,
         )
         model = self.draft_model
-        return [ModelSource(model.open(wanted), wanted, model.tally, model.name)]
+        return [ModelSource(model.open(wanted))]
 
     def _checked(self, prompt: Prompt) -> Prompt:
         """The prompt, with a tuple of integers as token ids."""

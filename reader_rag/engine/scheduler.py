@@ -20,7 +20,7 @@ from reader_rag.config import BatchConfig
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.observer import Load, Outcome
 from reader_rag.engine.outputs import Chunk
-from reader_rag.engine.request import Request
+from reader_rag.engine.request import Request, draft_bytes
 from reader_rag.engine.sequence import DecodeSequence
 from reader_rag.engine.step import run_step
 from reader_rag.engine.stream import Delivery, GenerationStream, for_reader
@@ -266,7 +266,7 @@ class Scheduler:
     def _bytes_of(self, rows: Sequence[_Row]) -> int:
         """Most bytes of keys, values and hidden states that requests may come to hold together."""
         target = self._context.target
-        states = sum(row.sequence.state_bytes for row in rows)
+        states = sum(row.sequence.state_bytes for row in rows) + draft_bytes([row.sequence.request for row in rows])
         sizes = [(row.sequence.positions, row.sequence.request.draft.max_nodes) for row in rows]
         if target.fixed_step is not None and rows:
             return states + target.fixed_step.cache_bytes(sizes)

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from reader_rag.draft.external.sources import SourceCounts
+from reader_rag.draft.external.together import Drafting
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.outputs import Chunk, CopiedSpan, FinishReason, Generation, Stats
@@ -124,11 +125,11 @@ class DecodeSequence:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the hidden states of its prompt, those for draft sources included, and of its draft model."""
+        """Bytes of the hidden states of its prompt, those for draft sources included."""
         target, length = self._context.target, len(self.request.prompt.token_ids)
         layers = len(self.request.hidden_layers(target.layer_count)) if self.drafts else 0
         kept = HiddenStates.bytes_for(length, target.hidden_width if self.keeps_states else 0)
-        return kept + self.request.draft_bytes + LayerOutputs.bytes_for(length, layers, target.model)
+        return kept + LayerOutputs.bytes_for(length, layers, target.model)
 
     @property
     def learns(self) -> bool:
@@ -158,8 +159,8 @@ class DecodeSequence:
             self._observe(state, DraftTree.empty(), [], [token])
             self._seconds["ttft"] = time.perf_counter() - self._began
 
-    def propose(self, *, skip: bool) -> DraftTree:
-        """The best draft that the target can verify now.
+    def drafting(self, *, skip: bool) -> Drafting:
+        """Make the best draft that the target can verify now; sources from outside that are asked are yielded.
 
         Args:
             skip: Whether to make none where no grammar forces a token.
@@ -174,8 +175,7 @@ class DecodeSequence:
         target = self._context.target
         deepest = target.deepest(state.cache.length)
         depth = depth if deepest is None else min(depth, deepest)
-        with self._callbacks():
-            tree = state.proposer.skip() if skip else state.proposer.propose(depth, state.cache.length)
+        tree = state.proposer.skip() if skip else (yield from state.proposer.drafting(depth, state.cache.length))
         constraint = self.request.constraint
         if constraint is not None:
             tree = constraint.shape(tree, state.proposer.index.sequence, self.request.draft.max_nodes, depth)

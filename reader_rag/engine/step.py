@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from reader_rag.draft.external.together import draft_together
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.observer import StepReport
@@ -53,16 +55,8 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
     """
     started = time.perf_counter()
     failed: dict[DecodeSequence, BaseException] = {}
-    drafts: dict[DecodeSequence, DraftTree] = {}
-    drafting: dict[DecodeSequence, float] = {}
     costs = context.costs.current
-    for sequence in sequences:
-        before = time.perf_counter()
-        try:
-            drafts[sequence] = sequence.propose(skip=costs is not None and sequence.backoff.skips_draft())
-        except BaseException as error:
-            failed[sequence] = error
-        drafting[sequence] = time.perf_counter() - before
+    drafts, drafting = _drafts(context, sequences, failed)
     trees = _within_budget(context, drafts)
     lengths = [sequence.cache.length for sequence in trees]
     positions = sum(len(tree) + 1 for tree in trees.values())
@@ -90,6 +84,20 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
     report = StepReport(positions, accepted, emitted, sum(drafting.values()), ended - started)
     context.observers.tell("stepped", report)
     return failed
+
+
+def _drafts(
+    context: DecodeContext, sequences: Sequence[DecodeSequence], failed: dict[DecodeSequence, BaseException]
+) -> tuple[dict[DecodeSequence, DraftTree], dict[DecodeSequence, float]]:
+    """The drafts of all sequences, those of one draft model made together, and the seconds that each took."""
+    skips = context.costs.current is not None
+    begun = {one: one.drafting(skip=skips and one.backoff.skips_draft()) for one in sequences}
+    calls = any(one.request.has_callbacks for one in sequences)
+    with context.callbacks.running() if calls else nullcontext():
+        made = draft_together(begun)
+    failed |= {one: drafted.error for one, drafted in made.items() if drafted.error is not None}
+    trees = {one: drafted.tree for one, drafted in made.items() if drafted.tree is not None}
+    return trees, {one: drafted.seconds for one, drafted in made.items()}
 
 
 def _within_budget(context: DecodeContext, trees: dict[DecodeSequence, DraftTree]) -> dict[DecodeSequence, DraftTree]:

@@ -223,6 +223,13 @@ class BatchCache(Cache):
             for layout in self._layouts:
                 layout.commit(weakref.ref(sequence), rows, sequence.length)
 
+    @torch.inference_mode()
+    def roll_back(self, sequence: TreeCache, length: int) -> None:
+        """Drop committed positions of a sequence from this one on; their columns are written anew."""
+        with self._lock:
+            for layout in self._layouts:
+                layout.roll_back(weakref.ref(sequence), length)
+
     def leave(self, sequence: TreeCache) -> None:
         """Free a sequence's row: at once, or at the end of the pass that another thread runs."""
         self._left.append(weakref.ref(sequence))

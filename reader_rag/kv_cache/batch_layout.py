@@ -71,6 +71,12 @@ class Layout:
         row[written] = EMPTY
         row[[columns[index] for index in rows]] = np.arange(length, length + len(rows))
 
+    def roll_back(self, sequence: SequenceRef, length: int) -> None:
+        """Drop the committed positions of a sequence from this one on."""
+        if sequence in self.sequences:
+            row = self.entries[self.sequences.index(sequence)]
+            row[row >= length] = EMPTY
+
     def packed(self) -> Layout:
         """A layout of the same entries in the same order, without empty columns between them."""
         entries = np.full_like(self.entries, EMPTY)

@@ -126,6 +126,9 @@ class SharedCache(Protocol):
     def set_committed(self, sequence: TreeCache, length: int) -> None:
         """Treat the first `length` positions of the sequence as committed, whatever they contain."""
 
+    def roll_back(self, sequence: TreeCache, length: int) -> None:
+        """Drop committed positions of the sequence from this one on."""
+
     def bytes_of(self, sequence: TreeCache) -> int:
         """Bytes allocated for the sequence."""
 
@@ -243,16 +246,18 @@ class TreeCache(Cache):
             layer.length = length
 
     def roll_back(self, length: int) -> None:
-        """Drop committed positions of a sequence that is in no batch.
+        """Drop committed positions.
 
         Args:
             length: How many of the first positions stay.
 
         Raises:
-            ValueError: It is in a batch, or has fewer positions.
+            ValueError: It has fewer positions.
         """
-        if self.batch is not None or not 0 <= length <= self.length:
+        if not 0 <= length <= self.length:
             raise ValueError(f"no roll back to {length} of {self.length} positions")
+        if self.batch is not None:
+            self.batch.roll_back(self, length)
         for layer in self.tree_layers:
             layer.length = length
 

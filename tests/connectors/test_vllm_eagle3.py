@@ -66,7 +66,7 @@ def test_the_same_head_drafts_the_same_tokens(model: str, target: Target, tmp_pa
     assert ran.returncode == 0, ran.stderr[-4000:]
     theirs = json.loads(ran.stdout)
     tokenizer: Any = None
-    loaded, _ = load_draft_model(head, TargetParts(target, tokenizer, "the model", vocabulary))
+    loaded = load_draft_model(head, TargetParts(target, tokenizer, "the model", vocabulary, encode=list))
     assert isinstance(loaded, Eagle3Model)
     request = DraftRequest(LENGTH + TOKENS, "", vocabulary, vocabulary, tokens=DRAFTED, branches=2)
     compared = 0
@@ -77,7 +77,7 @@ def test_the_same_head_drafts_the_same_tokens(model: str, target: Target, tmp_pa
             pass
         states = outputs.take(len(tokens))
         assert states is not None
-        source, start = ModelSource(loaded.open(request), request), 0
+        source, start = ModelSource(loaded.open(request)), 0
         for length, drafted in sorted((int(length), drafted) for length, drafted in answer["drafts"].items()):
             if length > len(tokens):
                 continue  # behind the answer's end

@@ -654,6 +654,23 @@ def test_requests_advanced_together_answer_as_each_alone_and_give_their_rows_bac
     assert engine.target._batch.nbytes == 0
 
 
+@both_policies
+def test_a_sequence_that_is_rolled_back_goes_on_from_there(policy: Policy) -> None:
+    batch = BatchCache(1, policy)
+    first, second = sequence_of([1, 2, 3, 4]), sequence_of([11, 12])
+    write(batch, [first, second], [[5, 6], [13, 14]])
+    first.commit([0, 1])
+    second.commit([0])
+    first.roll_back(3)
+    now, shown = write(batch, [first, second], [[7, 8], [15, 16]])
+    assert committed(now, shown) == [[1, 2, 3], [11, 12, 13]]
+    first.commit([0, 1])
+    now, shown = write(batch, [first, second], [[9], [17]])
+    assert committed(now, shown) == [[1, 2, 3, 7, 8], [11, 12, 13]]
+    with pytest.raises(ValueError, match="no roll back to 6 of 5 positions"):
+        first.roll_back(6)
+
+
 def test_a_plain_cache_gives_its_state_back() -> None:
     cache = PlainCache({"state": torch.zeros(3)})
     assert cache.nbytes == 12

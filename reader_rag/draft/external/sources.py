@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.checked_source import CheckedSource, given_parent, merge
 from reader_rag.draft.external.state import ExternalState, SourceState
+from reader_rag.draft.external.together import Answered, Asking, Drafting, draft_alone
 from reader_rag.draft.kernels import proposals as kernels
 from reader_rag.draft.kernels.arrays import Proposed
 from reader_rag.draft.kernels.pool import rank
@@ -116,7 +117,18 @@ class ExternalSources:
         join: Callable[[Proposed], DraftTree],
         times: Float64 | None = None,
     ) -> DraftTree:
-        """The draft with what the sources add to it.
+        """The draft with what the sources add to it, made alone; see `drafting`."""
+        return draft_alone(self.drafting(tree, state, budget, join, times))
+
+    def drafting(
+        self,
+        tree: DraftTree,
+        state: RequestState,
+        budget: Budget,
+        join: Callable[[Proposed], DraftTree],
+        times: Float64 | None = None,
+    ) -> Drafting:
+        """Make the draft with what the sources add to it; sources that are asked are yielded.
 
         Args:
             tree: The draft of search alone.
@@ -139,7 +151,7 @@ class ExternalSources:
                 self.counts[number].skipped += 1
                 self._paused[number] = True
                 continue
-            own, before = self._ask(number, known, state, budget), head
+            own, before = self._counted_answer(number, known, (yield Asking(source, state, budget))), head
             chances = given_parent(own)
             if len(own):
                 proposals = merge(proposals, self._corrected(own, chances, known), budget)
@@ -200,15 +212,15 @@ class ExternalSources:
             return True
         return known.payoff.asks(expected, seconds * rate, seconds)
 
-    def _ask(self, number: int, known: SourceState, state: RequestState, budget: Budget) -> DraftTree:
+    def _counted_answer(self, number: int, known: SourceState, answer: Answered) -> DraftTree:
+        """What a source proposed, once its time and its nodes are counted."""
         source, counts = self._sources[number], self.counts[number]
-        own, seconds = source.timed_proposal(state, budget)
         if source.active:
-            known.time.observe(seconds, steady=not self._paused[number])
+            known.time.observe(answer.seconds, steady=not self._paused[number])
         self._paused[number] = False
         counts.asked += 1
-        counts.proposed += len(own)
-        return own
+        counts.proposed += len(answer.tree)
+        return answer.tree
 
     def _corrected(self, own: DraftTree, chances: Float64, known: SourceState) -> DraftTree:
         """A proposal with corrected probabilities, in its own order."""

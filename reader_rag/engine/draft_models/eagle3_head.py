@@ -36,6 +36,25 @@ class KeysAndValues:
         self.length = 0
         self._both = like.new_zeros(2, layers, heads, positions, width)
 
+    def copy(self, start: int, stop: int) -> torch.Tensor:
+        """Keys and values [2, layers, heads, stop - start, width] of some positions.
+
+        Args:
+            start: The first position.
+            stop: One past the last.
+        """
+        return self._both[:, :, :, start:stop].clone()
+
+    def append(self, both: torch.Tensor) -> None:
+        """Write keys and values behind the first `length` positions, which are then more.
+
+        Args:
+            both: [2, layers, heads, rows, width].
+        """
+        rows = both.shape[3]
+        self._both[:, :, :, self.length : self.length + rows] = both
+        self.length += rows
+
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write behind the first `length` positions.
 
@@ -188,6 +207,12 @@ class Eagle3Head(nn.Module):
             if offsets.shape != (self.config.draft_vocabulary,):
                 raise ModelError(f"{name} maps {len(offsets)} of its {self.config.draft_vocabulary} tokens (d2t)")
             self.targets = (offsets + torch.arange(len(offsets))).to(device)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the keys and values of a position."""
+        layer: Any = self.config.layer
+        return 2 * len(self.layers) * layer.num_key_value_heads * layer.head_dim * self.fc.weight.dtype.itemsize
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """The target's hidden states as the head takes them.

@@ -10,11 +10,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import Quantization
-from reader_rag.engine.draft_models.assistant import AssistantModel
+from reader_rag.engine.draft_models.alignment import Encode, TextTokenizer
+from reader_rag.engine.draft_models.assistant import AssistantModel, embedded_tokens
 from reader_rag.engine.draft_models.eagle3 import Eagle3Model
 from reader_rag.engine.draft_models.eagle3_config import Eagle3Config, is_head
 from reader_rag.engine.draft_models.eagle3_head import Eagle3Head
 from reader_rag.engine.draft_models.source import DraftModel
+from reader_rag.engine.draft_models.text_assistant import TextAssistantModel
 from reader_rag.errors import ConfigError, ReaderError, ReaderWarning
 from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.model.interface import TargetModel
@@ -24,6 +26,8 @@ from reader_rag.model.target import Target
 
 _TRIED = 1000
 """Positions for which the bytes of two caches are compared."""
+_MARKED = "a b"
+"""A text before which the token ids are found that a tokenizer puts before every text."""
 
 
 class TargetParts:
@@ -34,13 +38,27 @@ class TargetParts:
         tokenizer: Its tokenizer.
         name: Its name in messages.
         vocabulary: Number of its token ids.
+        encode: Text to its token ids, without special ones.
+
+    Attributes:
+        used: Number of token ids that its tokenizer has; those above are padding.
     """
 
-    def __init__(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase, name: str, vocabulary: int) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        vocabulary: int,
+        encode: Encode,
+    ) -> None:
         self.target = target
         self.tokenizer = tokenizer
         self.name = name
         self.vocabulary = vocabulary
+        self.encode = encode
+        known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        self.used = min(1 + max(known.values(), default=vocabulary - 1), vocabulary)
 
 
 def load_draft_model(
@@ -49,7 +67,7 @@ def load_draft_model(
     *,
     quantization: Quantization = "none",
     prefix_bytes: int = 0,
-) -> tuple[DraftModel, int]:
+) -> DraftModel:
     """Load a draft model.
 
     Args:
@@ -57,10 +75,7 @@ def load_draft_model(
             has the target's tokenizer.
         parts: What it is fitted to.
         quantization: Of an assistant that is loaded here.
-        prefix_bytes: Most bytes of the prefix caches of target and draft model together.
-
-    Returns:
-        The draft model, and how many of `prefix_bytes` its prefix cache may take.
+        prefix_bytes: Most bytes of the prefix caches of target and draft model together; its own takes a part.
 
     Raises:
         ConfigError: Its vocabulary or its hidden states are not the target's, or the target cannot verify drafts.
@@ -70,6 +85,12 @@ def load_draft_model(
         raise ConfigError(f"{parts.name} is decoded without drafts, so it cannot have a draft model: leave it out")
     if isinstance(given, PreTrainedModel):
         name = str(getattr(given.config, "_name_or_path", "")) or type(given).__name__
+        if embedded_tokens(given) < parts.used:
+            raise ConfigError(
+                f"{name} has {embedded_tokens(given)} token ids and {parts.name} has {parts.used}: an assistant that "
+                "is loaded already needs the same vocabulary; give its name or folder as draft_model, and it drafts by "
+                "text"
+            )
         return _assistant(given, name, parts, prefix_bytes)
     source = resolve_model(given)
     try:
@@ -77,7 +98,7 @@ def load_draft_model(
         if is_head(config):
             if quantization != "none":
                 raise ConfigError(f"{given} is an EAGLE-3 head, which is not quantised: leave draft_quantization out")
-            return _head(config, source, str(given), parts), 0
+            return _head(config, source, str(given), parts, prefix_bytes)
     except ReaderError:
         raise
     except Exception as error:  # the hub's client, json and safetensors have no common error
@@ -88,32 +109,51 @@ def load_draft_model(
     model = parts.target.model
     dtype = dtype_name(model) if quantization == "none" else "auto"
     loaded, tokenizer = load_model(given, dtype=dtype, device=str(model.device), quantization=quantization)
-    _check_tokenizer(tokenizer, str(given), parts)
-    return _assistant(loaded, str(given), parts, prefix_bytes)
+    same = _same_vocabulary(tokenizer, parts) and embedded_tokens(loaded) >= parts.used
+    texts = None if same else _texts(tokenizer, str(given), parts)
+    assistant = _assistant(loaded, str(given), parts, prefix_bytes)
+    return assistant if texts is None else TextAssistantModel(assistant, *texts)
 
 
-def _assistant(model: PreTrainedModel, name: str, parts: TargetParts, prefix_bytes: int) -> tuple[DraftModel, int]:
-    theirs = int(getattr(model.get_input_embeddings(), "num_embeddings", 0)) or int(
-        model.config.get_text_config(decoder=True).vocab_size
-    )
-    if theirs < parts.vocabulary:
-        raise ConfigError(
-            f"{name} has {theirs} token ids and {parts.name} has {parts.vocabulary}: a draft model needs the same "
-            "vocabulary; choose a smaller model of the same family"
-        )
+def _texts(
+    tokenizer: PreTrainedTokenizerBase, name: str, parts: TargetParts
+) -> tuple[TextTokenizer, TextTokenizer, list[int]]:
+    """The tokenizers of target and assistant, and the token ids that the latter puts before every text."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False, truncation=False)["input_ids"])
+
+    own = TextTokenizer(tokenizer, encode, name)
+    target = TextTokenizer(parts.tokenizer, parts.encode, parts.name)
+    whole, text = list(tokenizer(_MARKED, verbose=False, truncation=False)["input_ids"]), encode(_MARKED)
+    start = next((whole[:n] for n in range(len(whole)) if whole[n : n + len(text)] == text), [])
+    return target, own, start
+
+
+def _assistant(model: PreTrainedModel, name: str, parts: TargetParts, prefix_bytes: int) -> AssistantModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReaderWarning)  # about how it is decoded: what it drafts is verified
         target, drafting = select_target(model, name=name)
     if drafting == "none" or not isinstance(target, Target):
         raise ConfigError(f"{name} keeps a state that cannot be rolled back, so it cannot draft: choose another model")
-    own, other = target.cache_bytes(_TRIED, 0), parts.target.cache_bytes(_TRIED, 0)
-    share = prefix_bytes * own // (own + other)
-    reuse = select_reuse(target, "fast") if share else None
-    prefixes = None if reuse is None else PrefixCache(share, reuse.block)
-    return AssistantModel(target, name, prefixes), share if prefixes is not None else 0
+    return AssistantModel(target, name, _prefixes(prefix_bytes, target, target.cache_bytes(_TRIED, 0), parts))
 
 
-def _head(config: dict[str, Any], source: Path | str, name: str, parts: TargetParts) -> Eagle3Model:
+def _prefixes(most: int, read: TargetModel, own: int, parts: TargetParts) -> PrefixCache | None:
+    """A prefix cache for a draft model: its part of all bytes, in proportion to what a token takes.
+
+    Args:
+        most: Most bytes for target and draft model together.
+        read: The model whose positions are restored.
+        own: Bytes of `_TRIED` positions of the draft model.
+        parts: The target.
+    """
+    share = most * own // (own + parts.target.cache_bytes(_TRIED, 0))
+    reuse = select_reuse(read, "fast") if share else None
+    return None if reuse is None else PrefixCache(share, reuse.block)
+
+
+def _head(config: dict[str, Any], source: Path | str, name: str, parts: TargetParts, prefix_bytes: int) -> Eagle3Model:
     from safetensors.torch import load_file
 
     target: Any = parts.target.model
@@ -145,7 +185,7 @@ def _head(config: dict[str, Any], source: Path | str, name: str, parts: TargetPa
             f"{name} drafts the token ids {lowest}..{highest}, and {parts.name} has 0..{parts.vocabulary - 1}: choose "
             "the head that was trained for this model"
         )
-    return Eagle3Model(head, name)
+    return Eagle3Model(head, name, _prefixes(prefix_bytes, parts.target, _TRIED * head.row_bytes, parts))
 
 
 def _file_of(source: Path | str, name: str) -> Path:
@@ -157,14 +197,9 @@ def _file_of(source: Path | str, name: str) -> Path:
     return Path(hf_hub_download(source, name))
 
 
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, parts: TargetParts) -> None:
-    """Refuse an assistant whose token ids mean something else."""
+def _same_vocabulary(tokenizer: PreTrainedTokenizerBase, parts: TargetParts) -> bool:
+    """Whether all token ids of the target mean the same to an assistant."""
     if not hasattr(parts.tokenizer, "get_vocab"):
-        return
-    ours, theirs = parts.tokenizer.get_vocab(), tokenizer.get_vocab()
-    wrong = next((token for token, number in ours.items() if theirs.get(token) != number), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"{name} has another vocabulary than {parts.name} ({wrong!r} is another token): choose a smaller model of "
-            "the same family"
-        )
+        return True
+    theirs = tokenizer.get_vocab()
+    return all(theirs.get(token) == number for token, number in parts.tokenizer.get_vocab().items())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reader_rag.draft.source import Budget, Proposal, RequestState, Verified
+from reader_rag.draft.source import Ask, Budget, Proposal, RequestState, Verified
 from reader_rag.draft.tree import DraftTree
+from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.sampling.sampler import ProcessedSampler
 from reader_rag.sampling.sampler import Verified as Pass
 
@@ -39,41 +42,36 @@ class DraftRequest:
 
 
 class Stream(Protocol):
-    """A draft model on one sequence.
+    """A draft model on one sequence; what it reads, its `DraftModel` computes.
 
     Attributes:
+        model: The model.
+        request: What is drafted for.
         hidden_layers: Layers of the target whose outputs `observe` gets; empty: none.
         nbytes: Most bytes that it holds.
     """
 
+    model: DraftModel
+    request: DraftRequest
     hidden_layers: tuple[int, ...]
     nbytes: int
-
-    def follow(self, tokens: NDArray[np.int32]) -> torch.Tensor | None:
-        """Read the sequence up to its end.
-
-        Args:
-            tokens: int32 [length], all of its tokens; what was drafted since the last call may not be among them.
-
-        Returns:
-            Logits [1, the target's vocabulary or another width] after the last token; None: there can be none.
-        """
-
-    def advance(self, token: int) -> torch.Tensor:
-        """Read a drafted token.
-
-        Args:
-            token: Behind the last one that was read.
-
-        Returns:
-            Logits as `follow` returns them.
-        """
 
     def observe(self, verified: Verified) -> None:
         """Take the target's hidden states.
 
         Args:
             verified: What the target emitted.
+        """
+
+    def translated(self, sequence: NDArray[np.int32], proposal: Proposal) -> Proposal:
+        """A draft in the target's vocabulary.
+
+        Args:
+            sequence: int32 [length], what it continues.
+            proposal: The draft; the first tokens at each depth are its chain.
+
+        Returns:
+            `proposal` itself for a model of the target's vocabulary; else a chain.
         """
 
     def release(self) -> None:
@@ -95,17 +93,30 @@ class DraftTally:
     right: int = 0
 
 
-class DraftModel(Protocol):
-    """A model that drafts, shared by the requests of an engine.
+class DraftModel(ABC):
+    """A model that drafts, shared by the requests of an engine: those that ask in one step share its passes.
+
+    Args:
+        name: In messages.
+        prefixes: What it computed of earlier sequences, in blocks; None: nothing is kept.
 
     Attributes:
-        name: In messages.
+        name: As given.
+        prefixes: As given.
         tally: What it did for all requests.
     """
 
-    name: str
-    tally: DraftTally
+    def __init__(self, name: str, prefixes: PrefixCache | None = None) -> None:
+        self.name = name
+        self.prefixes = prefixes
+        self.tally = DraftTally()
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Most bytes of its prefix cache."""
+        return 0 if self.prefixes is None else self.prefixes.max_bytes
+
+    @abstractmethod
     def open(self, request: DraftRequest) -> Stream:
         """Begin a sequence; memory is allocated when it is first used.
 
@@ -119,6 +130,54 @@ class DraftModel(Protocol):
         Args:
             tenant: The tenant's name.
         """
+        if self.prefixes is not None:
+            self.prefixes.forget(tenant)
+
+    def bytes_of(self, streams: Sequence[Any]) -> int:
+        """Most bytes that it holds for sequences that are decoded together.
+
+        Args:
+            streams: The sequences.
+        """
+        return sum(int(stream.nbytes) for stream in streams)
+
+    @abstractmethod
+    def follow(self, streams: Sequence[Any], sequences: Sequence[NDArray[np.int32]]) -> list[torch.Tensor | None]:
+        """Read sequences up to their ends.
+
+        Args:
+            streams: At least one, of this model, each once.
+            sequences: int32 [length] each, all tokens of each one; what was drafted since the last call may not be
+                among them.
+
+        Returns:
+            For each, logits [1, the target's vocabulary or another width] after its last token, which hold until the
+            next pass of the model; None: there can be none.
+        """
+
+    @abstractmethod
+    def advance(self, streams: Sequence[Any], tokens: Sequence[int]) -> list[torch.Tensor]:
+        """Read a drafted token of each of some sequences.
+
+        Args:
+            streams: At least one, of this model, each once.
+            tokens: The tokens, each behind the last one that its stream read.
+
+        Returns:
+            Logits as `follow` returns them.
+        """
+
+    @torch.inference_mode()
+    def propose_together(self, asks: Sequence[Ask]) -> list[Proposal]:
+        """Draft for several requests in common passes; see `SourceGroup.propose_together`."""
+        drafts = [_Draft(ask) for ask in asks]
+        going = [draft for draft in drafts if draft.wanted]
+        found = self.follow([draft.stream for draft in going], [draft.tokens for draft in going]) if going else []
+        while True:
+            going = [draft for draft, one in zip(going, found, strict=True) if one is not None and draft.extend(one)]
+            if not going:
+                return [draft.end() for draft in drafts]
+            found = [*self.advance([draft.stream for draft in going], [draft.last for draft in going])]
 
 
 class ModelSource:
@@ -129,70 +188,111 @@ class ModelSource:
 
     Args:
         stream: The model on the request's sequence.
-        request: The request.
-        tally: Counts what is drafted; None: nothing counts.
-        name: Of the model, in messages and metrics.
 
     Attributes:
-        name: As given.
+        stream: As given.
+        group: The model, which drafts for several requests at once.
+        name: Of the model, in messages and metrics.
         needs_hidden_states: Whether the model computes from hidden states of the target.
         hidden_layers: The layers whose outputs it needs.
         nbytes: Most bytes that the model holds for the request.
+        chain: The best tokens of the last draft, each behind the one before.
     """
 
-    def __init__(
-        self, stream: Stream, request: DraftRequest, tally: DraftTally | None = None, name: str = "draft model"
-    ) -> None:
-        self.name = name
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.group = stream.model
+        self.name = stream.model.name
         self.hidden_layers = stream.hidden_layers
         self.needs_hidden_states = bool(stream.hidden_layers)
         self.nbytes = stream.nbytes
-        self._stream = stream
-        self._request = request
-        self._tally = tally or DraftTally()
-        self._chain: list[int] = []
+        self.chain: list[int] = []
 
-    @torch.inference_mode()
     def propose(self, state: RequestState, budget: Budget) -> Proposal:
         """Draft a chain with branches; see `DraftSource.propose`."""
-        request = self._request
-        depth = min(request.tokens, budget.max_depth)
-        self._chain = []
-        tokens, parents, logprobs = list[int](), list[int](), list[float]()
-        if depth < 1 or budget.max_nodes < 1 or (logits := self._stream.follow(state.tokens)) is None:
-            return Proposal(tokens, parents, logprobs)
-        length = len(state.tokens)
-        sequence = np.empty(length + depth, np.int32)
-        sequence[:length] = state.tokens
-        parent = -1
-        for place in range(depth):
-            best, chances = self._best(logits, sequence[: length + place])
-            followed = len(tokens)
-            tokens += best
-            parents += [parent] * len(best)
-            logprobs += chances
-            parent = followed
-            self._chain += best[:1]
-            if place + 1 == depth or len(tokens) >= budget.max_nodes or not best:
-                break
-            sequence[length + place] = best[0]
-            logits = self._stream.advance(best[0])
-        most = budget.max_nodes
-        return Proposal(tokens[:most], parents[:most], logprobs[:most])
+        return self.group.propose_together([Ask(self, state, budget)])[0]
 
     def observe(self, verified: Verified) -> None:
         """Hand the model the target's hidden states, and count; see `DraftSource.observe`."""
-        chain, self._chain = self._chain[: len(verified.tokens)], []
+        chain, self.chain = self.chain[: len(verified.tokens)], []
         if chain:
             same = [token == emitted for token, emitted in zip(chain, verified.tokens, strict=False)]
-            self._tally.asked += 1
-            self._tally.drafted += len(chain)
-            self._tally.right += [*same, False].index(False)
-        self._stream.observe(verified)
+            tally = self.group.tally
+            tally.asked += 1
+            tally.drafted += len(chain)
+            tally.right += [*same, False].index(False)
+        self.stream.observe(verified)
 
     def forget(self) -> None:
         """Free what the model holds; see `DraftSource.forget`."""
-        self._stream.release()
+        self.stream.release()
+
+
+class _Draft:
+    """A draft of one request in the making.
+
+    Args:
+        ask: The request, with a `ModelSource`.
+
+    Attributes:
+        stream: The model on its sequence.
+        tokens: int32 [length], its tokens.
+        last: The last token of the chain.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        source: Any = ask.source
+        self.stream: Stream = source.stream
+        self.tokens = ask.state.tokens
+        self.last = -1
+        self._source: ModelSource = source
+        self._request = source.stream.request
+        self._depth = min(self._request.tokens, ask.budget.max_depth)
+        self._most = ask.budget.max_nodes
+        self._deepest = min(ask.budget.max_depth, ask.budget.max_nodes)
+        self._nodes, self._parents, self._logprobs = list[int](), list[int](), list[float]()
+        self._parent = -1
+        source.chain = []
+        self._sequence = np.empty(len(self.tokens) + max(self._depth, 0), np.int32)
+        self._sequence[: len(self.tokens)] = self.tokens
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything may be drafted."""
+        return self._depth >= 1 and self._most >= 1
+
+    def extend(self, logits: torch.Tensor) -> bool:
+        """Add the best tokens of a position; returns whether the position behind the best of them is wanted too.
+
+        Args:
+            logits: Of the position, as `DraftModel.follow` returns them.
+        """
+        chain = self._source.chain
+        at = len(self.tokens) + len(chain)
+        best, chances = self._best(logits, self._sequence[:at])
+        if not best:
+            return False
+        self.last, followed = best[0], len(self._nodes)
+        chain.append(self.last)
+        self._nodes += best
+        self._parents += [self._parent] * len(best)
+        self._logprobs += chances
+        self._parent = followed
+        if len(chain) == self._depth or len(self._nodes) >= self._most:
+            return False
+        self._sequence[at] = self.last
+        return True
+
+    def end(self) -> Proposal:
+        """What was drafted."""
+        found = Proposal(self._nodes[: self._most], self._parents[: self._most], self._logprobs[: self._most])
+        if not self._nodes:
+            return found
+        translated = self.stream.translated(self.tokens, found)
+        if translated is found:
+            return found
+        self._source.chain = list(map(int, translated.tokens[: self._deepest]))
+        return Proposal(self._source.chain, translated.parents[: self._deepest], translated.logprobs[: self._deepest])
 
     def _best(self, logits: torch.Tensor, sequence: NDArray[np.int32]) -> tuple[list[int], list[float]]:
         """The best next tokens of a sequence, the best first, and their log-probabilities."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,87 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from costs_stub import EverythingPays
+from draft_model_tools import CHAIN, LAYERS, SAMPLED, TOKENS, answer, draft_model, prompt_of, random_assistant
 from heads import make_head
 from tiny_models import COMMON, PLAIN, VOCABULARY, make_model
 from waiting import wait_until
 
-from reader_rag.bench.generate.random_weights import NoText
 from reader_rag.config import BatchConfig, DraftConfig, SamplingParams
-from reader_rag.draft.source import Budget, Proposal, RequestState, Verified
+from reader_rag.draft.source import Budget, RequestState, Verified
 from reader_rag.engine.draft_models.assistant import AssistantModel
 from reader_rag.engine.draft_models.source import DraftRequest, ModelSource
 from reader_rag.engine.engine import Engine
-from reader_rag.engine.outputs import Generation, Prompt
-from reader_rag.errors import ConfigError, ModelError, ReaderWarning, UnsupportedModelError
+from reader_rag.errors import ConfigError, ModelError, UnsupportedModelError
 from reader_rag.kv_cache.layer_states import LayerStates
 from reader_rag.kv_cache.tree_cache import TreeCache
+from reader_rag.model.interface import Step
 from reader_rag.model.quantization.loader import quantise_in_memory
-
-TOKENS = 23
-CHAIN = DraftConfig(
-    max_nodes=16, max_successors=0, calibrates=False, gated=False, min_probability=0.0, model_branches=1
-)
-"""A random model is sure of nothing: all that it drafts enters the tree."""
-TREE = DraftConfig(max_nodes=16, max_successors=0, calibrates=False, gated=False)
-SAMPLED = {"temperature": 0.8, "seed": 7, "top_p": 0.95, "repetition_penalty": 1.2}
-LAYERS = COMMON | {"num_hidden_layers": 8}
-"""Of a target deep enough for a head's default layers."""
-
-
-def prompt_of(length: int, seed: int = 0) -> Prompt:
-    return Prompt(np.random.default_rng(seed).integers(3, VOCABULARY, length).tolist())
-
-
-def random_assistant() -> Any:
-    """A smaller model with other weights."""
-    return make_model("Llama", COMMON | {"hidden_size": 16, "num_hidden_layers": 1})
-
-
-@pytest.fixture
-def make_engine() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def make(model: Any = None, draft: DraftConfig = TREE, **options: Any) -> Engine:
-        model = make_model("Llama", LAYERS) if model is None else model
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReaderWarning)
-            engine = Engine(model, NoText(), draft=draft, **options)  # type: ignore[arg-type]
-        engine.context.costs.current = EverythingPays()  # type: ignore[assignment]
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-@pytest.fixture
-def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
-    """Length of the sequence and proposed tokens of every draft of a draft model."""
-    noted: list[tuple[int, list[int]]] = []
-    propose = ModelSource.propose
-
-    def note(self: ModelSource, state: RequestState, budget: Budget) -> Proposal:
-        proposal = propose(self, state, budget)
-        noted.append((len(state.tokens), list(proposal.tokens)))
-        return proposal
-
-    monkeypatch.setattr(ModelSource, "propose", note)
-    return noted
-
-
-def answer(engine: Engine, prompt: Prompt, length: int = TOKENS, **options: Any) -> Generation:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ReaderWarning)  # a source that fails is switched off with a warning
-        return engine.generate(prompt, SamplingParams(max_tokens=length, ignore_eos=True, **options), tenant="t")
-
-
-def draft_model(kind: str, model: Any, folder: Path) -> dict[str, Any]:
-    """The argument of an engine over `model` that gives it a draft model."""
-    if kind == "head":
-        return {"draft_model": make_head(folder / "head", model.config, scale=0.2)}
-    return {"assistant": model if kind == "perfect" else random_assistant()}
+from reader_rag.model.target import Target
 
 
 @pytest.mark.parametrize("forward", ["auto", "torch"])
@@ -171,6 +105,38 @@ def test_a_batch_of_requests(make_engine: Callable[..., Engine], tmp_path: Path,
         assert result.token_ids == engine.generate(prompt, plain).token_ids
 
 
+@pytest.mark.parametrize("forward", ["auto", "torch"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_requests_of_a_batch_share_the_passes_of_an_assistant(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, batch: int, forward: Any
+) -> None:
+    model = make_model("Llama", LAYERS)
+    engine = make_engine(model, CHAIN, assistant=model, forward=forward)
+    engine.scheduler.limits = BatchConfig(max_rows=batch)
+    assistant = engine.draft_model
+    assert isinstance(assistant, AssistantModel)
+    if forward == "torch":  # as on a GPU
+        assistant.target = Target(model, forward="torch")
+    passes: list[int] = []
+    verify_batch = assistant.target.verify_batch
+
+    def counted(steps: Sequence[Step], *more: Any) -> list[torch.Tensor]:
+        passes.append(len(steps))
+        return verify_batch(steps, *more)
+
+    monkeypatch.setattr(assistant.target, "verify_batch", counted)
+    prompts = [prompt_of(length, seed=length) for length in (20, 34, 27)]
+    params = SamplingParams(max_tokens=16, ignore_eos=True)  # 15 tokens in three steps of five
+    answers = engine.generate(prompts, params)
+    assert [answer.stats.steps for answer in answers] == [3, 3, 3]
+    # A step asks for four tokens; all of the first one but its last token was prefilled.
+    assert sum(passes) == 3 * (3 * 4 - 1)
+    assert len(passes) == sum(passes) if batch == 1 else len(passes) < 2 * sum(passes) / 3
+    assert [a.token_ids for a in answers] == [
+        engine.generate(prompt, replace(params, speculate=False)).token_ids for prompt in prompts
+    ]
+
+
 def test_an_assistant_with_a_short_window_drafts_within_it(
     make_engine: Callable[..., Engine], proposals: list[tuple[int, list[int]]]
 ) -> None:
@@ -233,24 +199,6 @@ class TestMemory:
         assert caches
         assert sum(cache.nbytes for cache in (reference() for reference in caches) if cache is not None) == 0
 
-    def test_prefixes_of_an_assistant_are_reused_within_a_tenant_alone(
-        self, make_engine: Callable[..., Engine]
-    ) -> None:
-        engine = make_engine(assistant=random_assistant(), prefix_bytes=1 << 22)
-        model = engine.draft_model
-        assert isinstance(model, AssistantModel)
-        assert model.prefixes is not None
-        assert engine.context.prefix_cache is not None
-        assert model.prefixes.max_bytes + engine.context.prefix_cache.max_bytes == 1 << 22
-        first = answer(engine, prompt_of(140))
-        assert len(model.prefixes) == 2
-        assert answer(engine, prompt_of(140)).token_ids == first.token_ids
-        cache = model.target.new_cache(200, 1)
-        assert model.prefixes.restore("t", prompt_of(140).token_ids, cache) == 128
-        assert model.prefixes.restore("u", prompt_of(140).token_ids, model.target.new_cache(200, 1)) == 0
-        engine.forget("t")
-        assert len(model.prefixes) == 0
-
 
 class TestHead:
     @pytest.mark.parametrize("own_embedding", [True, False])
@@ -296,7 +244,7 @@ class TestHead:
 
         def source_of(*parts: int) -> ModelSource:
             """A source that got the states in parts, and drafted in between."""
-            source = ModelSource(engine.draft_model.open(request), request)  # type: ignore[union-attr]
+            source = ModelSource(engine.draft_model.open(request))  # type: ignore[union-attr]
             start = 0
             for stop in parts:
                 source.observe(Verified((0,), 0, hidden_states=LayerStates((2, 4, 5), start, rows[start:stop])))
@@ -313,13 +261,15 @@ class TestHead:
             assert list(again.tokens) == list(whole.tokens)
             np.testing.assert_allclose(again.logprobs, whole.logprobs, atol=1e-4)
 
-    def test_a_prefix_from_the_cache_has_no_states_and_answers_stay_the_same(
+    def test_where_nothing_is_kept_of_a_head_it_drafts_from_the_rest_of_a_cached_prompt(
         self, make_engine: Callable[..., Engine], tmp_path: Path, proposals: list[tuple[int, list[int]]]
     ) -> None:
         model = make_model("Llama", LAYERS)
         head = make_head(tmp_path / "head", model.config, scale=0.2)
         engine, prompt = make_engine(model, draft_model=head), prompt_of(140)
+        assert engine.draft_model is not None
         first = answer(engine, prompt)
+        engine.draft_model.prefixes = None
         proposals.clear()
         again = answer(engine, prompt)
         assert again.stats.reused_tokens == 128
@@ -330,17 +280,8 @@ class TestHead:
 class TestRefused:
     def test_an_assistant_with_fewer_tokens(self, make_engine: Callable[..., Engine]) -> None:
         small = make_model("Llama", COMMON | {"vocab_size": 90})
-        with pytest.raises(ConfigError, match="LlamaForCausalLM has 90 token ids and .* has 96: a draft model needs"):
+        with pytest.raises(ConfigError, match="LlamaForCausalLM has 90 token ids and .* has 96: an assistant that is"):
             make_engine(assistant=small)
-
-    def test_an_assistant_with_another_vocabulary(self, tiny_model_folder: Path, tiny_engine: Engine) -> None:
-        other = dict(tiny_engine.tokenizer.get_vocab())
-        first, second = list(other)[5:7]
-        other[first], other[second] = other[second], other[first]
-        tokenizer: Any = NoText()
-        tokenizer.get_vocab = lambda: other
-        with pytest.raises(ConfigError, match="has another vocabulary than .* is another token"):
-            Engine(tiny_engine.model, tokenizer, draft_model=tiny_model_folder)
 
     def test_an_assistant_that_keeps_a_state(self, make_engine: Callable[..., Engine]) -> None:
         with pytest.raises(ConfigError, match="keeps a state that cannot be rolled back, so it cannot draft"):
