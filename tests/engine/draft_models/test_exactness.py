@@ -25,7 +25,7 @@ PROMPTS = [
     SHARED + "two and three",
     "zebra",
 ]
-LENGTHS = [40, 12, 25, 33]
+LENGTHS = [30, 8, 16, 20]
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 3, "top_k": 40, "repetition_penalty": 1.1}
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -70,10 +70,9 @@ def decode(engine: Engine, prompts: list[Prompt], **params: Any) -> list[Generat
     return engine.generate(prompts, each, tenant="t")
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_answers_are_those_of_plain_decoding_whatever_decodes_beside_it(engine: Engine, batch: int) -> None:
+def test_answers_are_those_of_plain_decoding_whatever_decodes_beside_it(engine: Engine) -> None:
     """Every answer is decoded twice with drafts: the second time with its prefix cached and itself in the datastore."""
-    engine.scheduler.limits = BatchConfig(max_rows=batch)
+    engine.scheduler.limits = BatchConfig(max_rows=3)
     prompts = [engine.encode(text) for text in PROMPTS]
     for name, params in PARAMS.items():
         engine.forget("t")
