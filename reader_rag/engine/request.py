@@ -246,7 +246,7 @@ class RequestBuilder:
         """The source over the draft model, if there is one and the request drafts."""
         if self.draft_model is None or not params.speculate or not draft.max_nodes:
             return []
-        drawn = None
+        drawn, sampler = None, getattr(sampler, "chooses_as", None) or sampler
         if isinstance(sampler, ProcessedSampler):
             # Without the caller's processors: those may count their calls, and drafts are no tokens of the answer.
             processors = make_processors(

@@ -180,12 +180,14 @@ class CheckedSampler:
     Attributes:
         needs_logits: Whether it reads more of `Verified` than `argmax` where that is known; a sampler without this
             attribute does.
+        chooses_as: A sampler that chooses the same tokens, as which draft models draw; None: none is known.
     """
 
     def __init__(self, sampler: Sampler, vocabulary: int) -> None:
         self._sampler = sampler
         self._vocabulary = vocabulary
         self.needs_logits = bool(getattr(sampler, "needs_logits", True))
+        self.chooses_as: Sampler | None = getattr(sampler, "chooses_as", None)
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
         """Prepare the choice; arguments and result of a `Sampler`."""

@@ -18,7 +18,7 @@ from reader_rag.bench.verify import verification as module
 from reader_rag.bench.verify.verification import Difference, Verification, verify
 from reader_rag.cli.main import app
 from reader_rag.cli.verify import lines
-from reader_rag.config import SamplingParams
+from reader_rag.config import DraftConfig, SamplingParams
 from reader_rag.draft import DraftTree
 from reader_rag.engine import sequence as request_module
 from reader_rag.engine.engine import Engine
@@ -75,6 +75,23 @@ def test_sampled_answers_are_compared_for_every_seed(engine: Engine, prompts: li
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, replace(SETTINGS, temperature=0.8, top_p=0.9)])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_model_as_its_own_assistant_drafts_what_it_chooses(
+    tiny_model: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    prompts: list[tuple[str, Prompt]],
+    temperature: float,
+) -> None:
+    always = DraftConfig(gated=False)
+    engine = Engine(tiny_model, tiny_tokenizer, draft=always, assistant=tiny_model, prefix_bytes=0, profile="off")
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=temperature, repetition_penalty=1.1)
+    outcome = verify(engine, prompts, params, seeds=[1, 2])
+    assert outcome.passed
+    assert outcome.draft_model is not None
+    assert outcome.draft_model["right"] == outcome.draft_model["drafted"] > 20
+    engine.close()
+
+
 def test_prompts_of_a_batch_are_decoded_together_and_compared_in_pairs(
     engine: Engine, prompts: list[tuple[str, Prompt]], settings: SamplingParams
 ) -> None:

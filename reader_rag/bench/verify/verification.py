@@ -111,10 +111,10 @@ class Verification:
 
 
 class _Watch:
-    """A sampler that records, for each token it chooses, a digest of the logits and the margin of the choice."""
+    """A sampler that chooses as another one, and records for each token a digest of the logits and the margin."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+        self._sampler = self.chooses_as = sampler
         self.digests: list[bytes] = []
         self.margins: list[float] = []
 
