@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,14 @@ def _texts(
 ) -> tuple[TextTokenizer, TextTokenizer, list[int]]:
     """The tokenizers of target and assistant, and the token ids that the latter puts before every text."""
 
+    read: Any = partial(tokenizer, verbose=False, truncation=False)
+
     def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False, truncation=False)["input_ids"])
+        return list(read(text, add_special_tokens=False)["input_ids"])
 
     own = TextTokenizer(tokenizer, encode, name)
     target = TextTokenizer(parts.tokenizer, parts.encode, parts.name)
-    whole, text = list(tokenizer(_MARKED, verbose=False, truncation=False)["input_ids"]), encode(_MARKED)
+    whole, text = list(read(_MARKED)["input_ids"]), encode(_MARKED)
     start = next((whole[:n] for n in range(len(whole)) if whole[n : n + len(text)] == text), [])
     return target, own, start
 

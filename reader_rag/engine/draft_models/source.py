@@ -45,16 +45,18 @@ class Stream(Protocol):
     """A draft model on one sequence; what it reads, its `DraftModel` computes.
 
     Attributes:
-        model: The model.
         request: What is drafted for.
         hidden_layers: Layers of the target whose outputs `observe` gets; empty: none.
         nbytes: Most bytes that it holds.
     """
 
-    model: DraftModel
     request: DraftRequest
     hidden_layers: tuple[int, ...]
     nbytes: int
+
+    @property
+    def model(self) -> DraftModel:
+        """The model."""
 
     def observe(self, verified: Verified) -> None:
         """Take the target's hidden states.
