@@ -74,7 +74,6 @@ def test_sampled_answers_are_compared_for_every_seed(engine: Engine, prompts: li
     assert said[:2] == ["1/6 p0 (seed 0)", "2/6 p0 (seed 1)"]
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, replace(SETTINGS, temperature=0.8, top_p=0.9)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_model_as_its_own_assistant_drafts_what_it_chooses(
     tiny_model: LlamaForCausalLM,
@@ -92,6 +91,7 @@ def test_the_model_as_its_own_assistant_drafts_what_it_chooses(
     engine.close()
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, replace(SETTINGS, temperature=0.8, top_p=0.9)])
 def test_prompts_of_a_batch_are_decoded_together_and_compared_in_pairs(
     engine: Engine, prompts: list[tuple[str, Prompt]], settings: SamplingParams
 ) -> None:
