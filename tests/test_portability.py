@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "reader_rag").rglob("*.py"), *(ROOT / "connectors").rglob("*.py")])
 
-MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+MODULES = {"curses", "fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty"}
 """Modules that Windows lacks."""
 ATTRIBUTES = {
     "os": {
@@ -27,10 +27,10 @@ ATTRIBUTES = {
         *("SIGUSR1", "SIGUSR2", "alarm", "pause", "pthread_kill", "pthread_sigmask", "setitimer", "sigwait"),
     },
     "select": {"epoll", "kqueue", "poll"},
-    "socket": {"AF_NETLINK", "AF_UNIX", "SO_REUSEPORT", "socketpair"},
+    "socket": {"AF_NETLINK", "AF_UNIX", "SO_REUSEADDR", "SO_REUSEPORT", "socketpair"},
     "time": {"clock_gettime", "tzset"},
 }
-"""Attributes of modules that Windows, or macOS, lacks."""
+"""Attributes of modules that Windows, or macOS, lacks, or that mean something else there."""
 METHODS = {"add_signal_handler", "madvise"}
 """Methods of objects of the standard library that Windows lacks."""
 ARGUMENTS = {"preexec_fn", "pass_fds", "process_group", "user", "umask"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -107,7 +108,10 @@ def listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         raise ServeError(f"there is no address {config.host} on this machine ({error.strerror or error})") from error
     try:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        elif hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # on Windows SO_REUSEADDR would share a port that is taken
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         taken.bind(address)
     except OSError as error:
         taken.close()

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from reader_rag.errors import DatastoreWriteError
 REMOVED_PREFIX = "removed-"
 """Prefix of a folder's name while it is removed."""
 
+_PAUSES = () if os.name == "posix" else (0.01, 0.05, 0.2, 0.5)
+"""Seconds between tries to rename: on Windows it fails while another process reads one of the files."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -142,6 +145,13 @@ class Files:
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file or folder; a file at the target is replaced atomically."""
+        for pause in _PAUSES:
+            try:
+                source.replace(target)
+            except PermissionError:
+                time.sleep(pause)
+            else:
+                return
         source.replace(target)
 
     def link(self, source: Path, target: Path) -> None:

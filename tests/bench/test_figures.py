@@ -14,9 +14,18 @@ from typer.testing import CliRunner
 import reader_rag
 from reader_rag.bench.commands import app
 from reader_rag.bench.figures.inputs import chosen_prompts
-from reader_rag.bench.figures.pages import stale_blocks, update_page, write_page
-from reader_rag.bench.figures.plan import Absent, Inputs, Part, Section, absent_peers, plan
-from reader_rag.bench.figures.run import Finished, commit, new_report, read_report, run_command, run_sections
+from reader_rag.bench.figures.pages import pages_of, stale_blocks, update_page, write_page
+from reader_rag.bench.figures.parts import Inputs, Part, Section
+from reader_rag.bench.figures.plan import Absent, absent_peers, plan
+from reader_rag.bench.figures.run import (
+    Finished,
+    commit,
+    keep_results,
+    new_report,
+    read_report,
+    run_command,
+    run_sections,
+)
 from reader_rag.errors import ConfigError
 
 ALL_ABSENT = tuple(Absent(name, name, "not installed") for name in ("xllamacpp", "arctic-inference", "vllm"))
@@ -67,26 +76,66 @@ VERIFIED = {
 }
 STARTS = {name: {f"{part}_mb": 1.0 for part in ("before", "peak", "after", "tensors")} for name in ("first", "second")}
 REPLAYED = {
+    "reliability": {"bins": [{"predicted": 0.5, "observed": 0.4375, "nodes": 300}], "mean_gap": 0.0625},
     "categories": {"rag": {"mat": 2.75}, "chat": {"mat": 1.5}},
-    "peers": {"vllm-ngram": {"rag": {"mat": 1.75}, "chat": {"mat": 1.1}}},
+    "peers": {
+        "vllm-ngram": {"rag": {"mat": 1.75}, "chat": {"mat": 1.1}},
+        "suffix-decoding tuned tree": {"rag": {"mat": 2.1}, "chat": {"mat": 1.2}},
+    },
     "ablation": {"all": {"rag": 2.75, "chat": 1.5}, "without profile": {"rag": 2.5, "chat": 1.4}},
 }
-DRAFTED = {"drafts": {"8": {"us_p50": 5.7, "us_p99": 14.5, "us_in_replay_p50": 8.6, "us_in_replay_p99": 20.6}}}
+DRAFTED = {
+    "drafts": {"8": {"us_p50": 5.7, "us_p99": 14.5, "us_in_replay_p50": 8.6, "us_in_replay_p99": 20.6}},
+    "us_per_token_followed_p50": 1.25,
+    "step_of_32_rows_of_4000_tokens": {"us_p50_one_thread": 321.5, "us_p50_threads": 200.0},
+}
 RECALLED = {
     "categories": {"rag": {"with": {"mat": 3.0, "us_per_draft_p50": 9.0}, "without": {"mat": 2.0}, "ratio": 1.5}}
 }
+DIVERGENCE = {"answers": 5, "tokens": 640, "agreement": 0.97, "mean_kl": 0.0029, "different": ["rag-1", "rag-2"]}
+TIMES = {"us_p50": 13.2, "us_p99": 20.4, "draft_us_p50": 50.5, "draft_us_p99": 84.0, "longest_p50": 3.0}
+SEARCHED = {
+    "rows": [
+        {
+            "tokens": 10_000_000,
+            "bytes_per_token": 6.031,
+            "sorted_tokens_per_s": 5_900_000,
+            "open_ms": 0.8,
+            **{f"resident_mb_{when}": 61.0 for when in ("opened", "searched_100", "searched_4000")},
+            "as_built": {"segments": 3, "us_p50": 26.0, "us_p99": 54.0},
+            "queries": {"new": TIMES, "copied": TIMES},
+        }
+    ]
+}
+CACHED = {
+    "batch": 8,
+    "policy": "column",
+    "ms_per_step_p50": 41.98,
+    "ms_per_step_mean": 53.98,
+    "moved_bytes": 2_429_000_000,
+    "moves_per_entry": 9.26,
+    "rearrangements": 12,
+    "peak_bytes": 227_300_000,
+}
+IN_VLLM = {"rag": {"prompts": 5, "methods": {"ngram": VARIANT, "reader": VARIANT}, "ratios": {"reader/ngram": SPREAD}}}
 REPORTS: Mapping[str, Any] = {
     "speed": generated(),
     "other-prompts": generated(),
     "batches": [generated() | {"batch": size} for size in (1, 4)],
     "exactness": VERIFIED,
+    "rounding": VERIFIED | {"differing_tokens": 1, "bits_must_agree": False},
     "memory": {"starts": STARTS},
     "record": None,
     "tokens-per-step": REPLAYED,
+    "tree-size": REPLAYED,
     "drafting": DRAFTED,
     "recall": RECALLED,
-    "vllm": {"methods": {"ngram": VARIANT}},
+    "int8": {"categories": {"rag": DIVERGENCE}, "all": DIVERGENCE},
+    "datastore": SEARCHED,
+    "cache": {"runs": [CACHED]},
+    "vllm": {"categories": IN_VLLM},
 }
+"""What the commands of each section print."""
 
 
 def inputs(tmp_path: Path, **changes: Any) -> Inputs:
@@ -99,7 +148,8 @@ def made(tmp_path: Path, **failures: str) -> tuple[dict[str, Any], list[str]]:
 
     def run(part: Part, seconds: float) -> Finished:
         section = next(one.name for one in sections if any(part is other for other in one.parts))
-        return Finished(2.0, None if section in failures else REPORTS[section], failures.get(section))
+        found = REPORTS[section] if part.has_report and section not in failures else None
+        return Finished(2.0, found, failures.get(section))
 
     sections = plan(inputs(tmp_path), ())
     report = new_report(ALL_ABSENT[:1], "prompts.jsonl")
@@ -220,11 +270,22 @@ class TestPages:
             "| **reader-rag** | 2.75 | 1.50 |",
             "| vllm-ngram | 1.75 | 1.10 |",
             "| reader-rag without profile | 2.50 | 1.40 |",
+            "| 64 nodes, no calibration | 2.75 | 1.50 | 0.06 |",
+            "| following a token, us | 1.25 |",
+            "| a step of 32 rows of 4,000 tokens with a chain each, us | 321.5 |",
+            "| the same questions | rag | 3.00 | 2.00 | 1.50 | 9.00 |",
+            "| all | 640 | 0.9700 | 0.00290 | 2 of 5 |",
+            "| search, copied text, us | 13, 20 |",
+            "| sorting, million tokens/s | 5.90 |",
+            "| 8 | column | 41.98 | 53.98 | 2429 | 9.26 | 12 | 227.3 |",
+            "| 1 | rag (5) | ngram | 50.00 | 1.00 | 2.10 (1.25 to 3.50) |",
+            "| 8 | rag (5) | **reader-rag** | 50.00 | 1.00 | - |",
             "- xllamacpp: xllamacpp left out (not installed)",
         ):
             assert cell in page
         assert reader_rag.__version__ in page
         assert report["processor"] in page
+        assert plots == ["speed.svg", "tokens-per-step.svg", "reliability.svg", "datastore.svg"]
         assert all(f"]({plot})" in page for plot in plots)
 
     def test_llama_cpp_is_named_with_its_own_quantisation(self, tmp_path: Path) -> None:
@@ -263,12 +324,49 @@ class TestPages:
         assert stale_blocks(text, report, "page.md") == (["overview", "exactness"], [])
         assert stale_blocks(text.replace("**105.0**", "**115.0**"), report, "page.md")[1] == ["overview"]
 
+    def test_a_block_may_show_a_part_of_a_section(self, tmp_path: Path) -> None:
+        report, _ = made(tmp_path)
+        page = tmp_path / "page.md"
+        for name, names in {
+            "peers": ["**reader-rag**", "vllm-ngram", "suffix-decoding tuned tree"],
+            "ablation": ["**reader-rag**", "reader-rag without profile"],
+            "chains": ["vllm-ngram"],
+        }.items():
+            page.write_text(f"<!-- figures: {name} -->\n<!-- end of figures -->\n", encoding="utf-8")
+            assert update_page(page, report) == [name]
+            text = page.read_text(encoding="utf-8")
+            assert [line.split(" | ")[0] for line in text.splitlines()[3:] if line.startswith("| ")] == [
+                f"| {one}" for one in names
+            ]
+            assert "reader-rag bench replay traces.jsonl" in text
+            assert "; prompts: prompts.jsonl." in text
+
+    def test_figures_without_prompts_name_none(self, tmp_path: Path) -> None:
+        report, _ = made(tmp_path)
+        page = tmp_path / "page.md"
+        page.write_text("<!-- figures: cache -->\n<!-- end of figures -->\n", encoding="utf-8")
+        update_page(page, report)
+        assert "prompts" not in page.read_text(encoding="utf-8")
+
     def test_a_block_without_a_result_stays_as_it_is(self, tmp_path: Path) -> None:
         report, _ = made(tmp_path, speed="too slow")
         page = tmp_path / "page.md"
         page.write_text("<!-- figures: overview -->\nby hand\n<!-- end of figures -->\n")
         assert update_page(page, report) == []
         assert "by hand" in page.read_text()
+
+    def test_the_pages_of_a_folder_that_have_blocks_are_written(self, tmp_path: Path) -> None:
+        report, _ = made(tmp_path)
+        folder = tmp_path / "docs" / "more"
+        folder.mkdir(parents=True)
+        with pytest.raises(ConfigError, match="no page in .* has a block of figures"):
+            pages_of(tmp_path / "docs")
+        (folder / "none.md").write_text("Nothing.\n", encoding="utf-8")
+        page = folder / "page.md"
+        page.write_text("<!-- figures: cache -->\n<!-- end of figures -->\n", encoding="utf-8")
+        assert pages_of(tmp_path / "docs") == [page]
+        assert pages_of(page) == [page]
+        assert update_page(page, report) == ["cache"]
 
     def test_pages_without_a_block_or_with_an_unknown_one_are_errors(self, tmp_path: Path) -> None:
         report, _ = made(tmp_path)
@@ -306,6 +404,31 @@ class TestCommand:
         assert result.exit_code == 1
         assert "failed: drafting, all: slow" in result.stderr
 
+    def test_a_run_without_vllm_keeps_the_speed_inside_vllm(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before, _ = made(tmp_path)
+        monkeypatch.setattr("reader_rag.bench.figures.plan.absent_peers", lambda _: ALL_ABSENT)
+
+        def run(sections: list[Section], report: dict[str, Any], *_: Any) -> list[str]:
+            assert "vllm" not in [section.name for section in sections]
+            assert report["sections"] == {"vllm": before["sections"]["vllm"]}
+            assert [one["package"] for one in report["absent"]] == ["xllamacpp", "arctic-inference"]
+            return []
+
+        monkeypatch.setattr("reader_rag.bench.figures.run.run_sections", run)
+        assert CliRunner().invoke(app, ["report", "--out", str(tmp_path)]).exit_code == 0
+
+    def test_a_run_in_the_environment_of_vllm_keeps_what_others_measured(self, tmp_path: Path) -> None:
+        before, _ = made(tmp_path)
+        before["packages"] = {"torch": "1", "xllamacpp": "2"}
+        before["absent"] = []
+        now = new_report(ALL_ABSENT, "prompts.jsonl") | {"packages": {"torch": "3", "vllm": "4"}}
+        keep_results(now, before)
+        assert now["sections"] == before["sections"]
+        assert now["packages"] == {"torch": "3", "xllamacpp": "2", "vllm": "4"}
+        assert now["absent"] == []
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -323,11 +446,19 @@ class TestCommand:
     @pytest.mark.slow
     @pytest.mark.timeout(900)
     def test_real_commands_run_on_a_tiny_model(self, tmp_path: Path) -> None:
-        sections = "exactness,tokens-per-step,recall"
+        sections = "exactness,tokens-per-step,recall,int8,datastore,cache"
         result = CliRunner().invoke(app, ["report", "--out", str(tmp_path), "--quick", "--only", sections])
         assert result.exit_code == 0, result.stderr
         report = read_report(tmp_path)
-        assert list(report["sections"]) == ["exactness", "record", "tokens-per-step", "recall"]
+        assert list(report["sections"]) == [
+            "exactness",
+            "record",
+            "tokens-per-step",
+            "recall",
+            "int8",
+            "datastore",
+            "cache",
+        ]
         for section in report["sections"].values():
             assert all(part["error"] is None for part in section["parts"].values())
         assert "## Exactness" in (tmp_path / "README.md").read_text(encoding="utf-8")

@@ -194,6 +194,24 @@ def test_names_of_uploads_become_file_names(name: str, safe: str) -> None:
     assert safe_name(name) == safe
 
 
+@pytest.mark.parametrize(
+    ("name", "safe"),
+    [
+        ("C:\\boot.ini", "boot.ini"),
+        ("Why? A: because.md", "Why_ A_ because.md"),
+        ("report.pdf:hidden.exe", "report.pdf_hidden.exe"),
+        ("nul.txt", "_nul.txt"),
+        (".nul", "_nul"),
+        ("COM1", "_COM1"),
+        ("console.txt", "console.txt"),
+        ("ends with dots. . ", "ends with dots"),
+        ("...", "unnamed"),
+    ],
+)
+def test_names_of_uploads_become_names_of_windows_there(name: str, safe: str) -> None:
+    assert safe_name(name, on_windows=True) == safe
+
+
 def _node(id_: str, text: str, start: int | None, **metadata: Any) -> TextNode:
     end = None if start is None else start + len(text)
     return TextNode(id_=id_, text=text, start_char_idx=start, end_char_idx=end, metadata=metadata)

@@ -94,3 +94,26 @@ def test_a_removed_folder_is_gone_for_its_name_before_its_files_are(tmp_path: Pa
     Files().remove_atomically(tmp_path / "a", lambda: seen.append(names(tmp_path)))
     assert seen == [["removed-a"]]
     assert names(tmp_path) == []
+
+
+def test_a_rename_is_tried_again_where_a_reader_of_the_file_prevents_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "new", tmp_path / "a.txt"
+    source.write_text("new")
+    replace, left = Path.replace, [PermissionError, PermissionError]
+
+    def busy(path: Path, to: Path) -> Path:
+        if left:
+            raise left.pop()
+        return replace(path, to)
+
+    monkeypatch.setattr(Path, "replace", busy)
+    monkeypatch.setattr("reader_rag.util.files._PAUSES", (0.0, 0.0))
+    Files().rename(source, target)
+    assert target.read_text() == "new"
+
+    source.write_text("newer")
+    left += [PermissionError] * 3
+    with pytest.raises(PermissionError):
+        Files().rename(source, target)

@@ -13,7 +13,8 @@ from reader_rag.errors import ConfigError
 from reader_rag.model.registry import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from reader_rag.bench.figures.plan import Absent, Inputs, Section
+    from reader_rag.bench.figures.parts import Inputs, Section
+    from reader_rag.bench.figures.plan import Absent
 
 _ANSWERS = 20
 """Local prompts of each category."""
@@ -42,7 +43,10 @@ def report(
     ] = False,
     update: Annotated[
         list[Path] | None,
-        typer.Option("--update", help="Page whose blocks of figures are written again, e.g. README.md; repeatable."),
+        typer.Option(
+            "--update",
+            help="Page whose blocks of figures are written again, or folder of such pages, e.g. README.md; repeatable.",
+        ),
     ] = None,
 ) -> None:
     """Measure what README and docs quote.
@@ -52,9 +56,9 @@ def report(
     which the report shows, each with a budget of minutes. A peer whose package is missing is named and left out. A
     section that fails is reported, and the others go on. Exit status: 1 if one failed.
     """
-    from reader_rag.bench.figures.pages import update_page, write_page
-    from reader_rag.bench.figures.plan import absent_peers, plan
-    from reader_rag.bench.figures.run import REPORT_FILE, new_report, read_report, run_sections
+    from reader_rag.bench.figures.pages import pages_of, update_page, write_page
+    from reader_rag.bench.figures.plan import APART, absent_peers, plan
+    from reader_rag.bench.figures.run import REPORT_FILE, keep_results, new_report, read_report, run_sections
 
     failed: list[str] = []
     if render:
@@ -69,12 +73,12 @@ def report(
             sections = _wanted(plan(inputs, absent), options.names(only))
             _tell_start(sections, absent)
             found = new_report(absent, about)
-            if only and (out / REPORT_FILE).exists():
-                found["sections"] = read_report(out)["sections"]
+            if (out / REPORT_FILE).exists():
+                keep_results(found, read_report(out), None if only else APART)
             failed = run_sections(sections, found, out, lambda line: typer.echo(line, err=True))
     plots = write_page(found, out)
     typer.echo(f"{', '.join(('report.json', 'README.md', *plots))} in {out}")
-    for page in update or []:
+    for page in (page for path in update or [] for page in pages_of(path)):
         typer.echo(f"{page}: wrote {', '.join(update_page(page, found)) or 'nothing'}")
     for line in failed:
         typer.echo(f"failed: {line}", err=True)
@@ -93,7 +97,7 @@ def _inputs(
 ) -> tuple[Inputs, str]:
     """What is measured, and what the report says of the prompts."""
     from reader_rag.bench.figures.inputs import chosen_prompts, quick_inputs
-    from reader_rag.bench.figures.plan import Inputs
+    from reader_rag.bench.figures.parts import Inputs
 
     if quick:
         return quick_inputs(work), "a trial on a random model, whose figures mean nothing"
@@ -111,7 +115,8 @@ def _wanted(sections: list[Section], names: list[str]) -> list[Section]:
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise ConfigError(f"--only: no section {', '.join(unknown)}; there are {', '.join(known)}")
-    if {"tokens-per-step", "drafting", "recall"} & set(names) and "record" in known and "record" not in names:
+    replays = any(section.replays for section in sections if section.name in names)
+    if replays and "record" in known and "record" not in names:
         names = ["record", *names]
     return [section for section in sections if not names or section.name in names]
 

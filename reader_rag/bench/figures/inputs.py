@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from reader_rag.bench.figures.plan import Inputs
+from reader_rag.bench.figures.parts import Inputs
 from reader_rag.bench.inputs import BenchPrompt, read_prompts
 from reader_rag.errors import ConfigError
 
@@ -59,7 +59,9 @@ def quick_inputs(work: Path) -> Inputs:
         for number, text in enumerate(_SAYINGS)
     ]
     path = _write_prompts(prompts, work / "prompts.jsonl")
-    return Inputs(*(model, path, ("chat", "rag"), None, None, work), limit=2, max_tokens=8, minutes=_QUICK_MINUTES)
+    return Inputs(
+        *(model, path, ("chat", "rag"), None, None, work), limit=2, max_tokens=8, minutes=_QUICK_MINUTES, quick=True
+    )
 
 
 def _categories(path: Path) -> tuple[str, ...]:

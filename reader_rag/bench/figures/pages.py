@@ -1,8 +1,8 @@
 """The pages of `bench report`: one with all results, and blocks in other pages that hold a table of it.
 
-A block begins with `<!-- figures: NAME -->` and ends with `<!-- end of figures -->`; NAME is a section, or "overview".
-What stands between is written by `update_page`, and compared by `stale_blocks`. So a figure in such a block is one of
-`report.json`.
+A block begins with `<!-- figures: NAME -->` and ends with `<!-- end of figures -->`; NAME is a section, a view of one,
+or "overview". What stands between is written by `update_page`, and compared by `stale_blocks`. So a figure in such a
+block is one of `report.json`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reader_rag.bench.figures.tables import TABLES, drafters, overview, plotted_speeds
+from reader_rag.bench.figures.tables import TABLES, VIEWS, drafters, overview, plotted_speeds, reliability, searched
 from reader_rag.errors import ConfigError, MissingDependencyError
 from reader_rag.util.files import atomic_path
 
 PAGE_FILE = "README.md"
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", flags=re.DOTALL)
 _OVERVIEW = "overview"
+_PLOTS = {"tree-size": ("reliability",)}
+"""Plots of a section where they are not of its name."""
 
 
 def section_markdown(report: Mapping[str, Any], name: str, *, heading: bool = False) -> str:
@@ -26,13 +28,14 @@ def section_markdown(report: Mapping[str, Any], name: str, *, heading: bool = Fa
 
     Args:
         report: As `read_report` returns it.
-        name: Name of the section.
+        name: Name of the section, or of a view of one.
         heading: Begin with the section's heading and sentence.
     """
-    section = report["sections"][name]
+    source, make_table = VIEWS[name] if name in VIEWS else (name, TABLES[name])
+    section = report["sections"][source]
     parts: dict[str, dict[str, Any]] = section["parts"]
     lines = [f"## {section['title']}\n\n{section['about']}\n"] if heading else []
-    table = TABLES[name](parts)
+    table = make_table(parts)
     if table:
         lines.append(table)
     lines.append("<!-- types-only -->\n```bash\n" + "\n".join(part["command"] for part in parts.values()) + "\n```\n")
@@ -52,7 +55,8 @@ def _measured(report: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]])
     for version, commit, date, processor in found:
         at = f" at commit {commit}" if commit else ""
         runs.append(f"reader-rag {version}{at}, {date}, {processor}")
-    return f"Measured with {'; '.join(runs)}; prompts: {report['prompts']}.\n"
+    asks = any(mark in part["command"] for part in parts.values() for mark in (" --prompts ", ".jsonl"))
+    return f"Measured with {'; '.join(runs)}{'; prompts: ' + report['prompts'] if asks else ''}.\n"
 
 
 def block_markdown(report: Mapping[str, Any], name: str) -> str | None:
@@ -65,7 +69,8 @@ def block_markdown(report: Mapping[str, Any], name: str) -> str | None:
     Returns:
         The Markdown; None if the report has no result for it.
     """
-    section = report["sections"].get("speed" if name == _OVERVIEW else name)
+    source = "speed" if name == _OVERVIEW else VIEWS[name][0] if name in VIEWS else name
+    section = report["sections"].get(source)
     if section is None or all(part["report"] is None for part in section["parts"].values()):
         return None
     if name == _OVERVIEW:
@@ -78,8 +83,8 @@ def _blocks(text: str, report: Mapping[str, Any], page: str, use: Callable[[str,
 
     def replace(match: re.Match[str]) -> str:
         name = match[2]
-        if name != _OVERVIEW and name not in TABLES:
-            known = ", ".join((_OVERVIEW, *TABLES))
+        if name not in (_OVERVIEW, *TABLES, *VIEWS):
+            known = ", ".join((_OVERVIEW, *TABLES, *VIEWS))
             raise ConfigError(f"{page}: there are no figures {name}: name one of {known}")
         made = block_markdown(report, name)
         old = match[0][len(match[1]) : -len(match[3])]
@@ -111,6 +116,23 @@ def stale_blocks(text: str, report: Mapping[str, Any], page: str) -> tuple[list[
 
     _blocks(text, report, page, compare)
     return compared, stale
+
+
+def pages_of(path: Path) -> list[Path]:
+    """The pages to update.
+
+    Args:
+        path: A page; or a folder, of which the Markdown files with blocks are taken.
+
+    Raises:
+        ConfigError: The folder has no page with a block.
+    """
+    if not path.is_dir():
+        return [path]
+    found = sorted(page for page in path.rglob("*.md") if _BLOCK.search(page.read_text(encoding="utf-8")))
+    if not found:
+        raise ConfigError(f"no page in {path} has a block of figures")
+    return found
 
 
 def update_page(path: Path, report: Mapping[str, Any]) -> list[str]:
@@ -168,7 +190,7 @@ def write_page(report: Mapping[str, Any], folder: Path) -> list[str]:
     ]
     for name in report["sections"]:
         lines.append(section_markdown(report, name, heading=True))
-        lines += [f"![{name}]({plot})\n" for plot in plots if plot == f"{name}.svg"]
+        lines += [f"![{plot}]({plot}.svg)\n" for plot in _PLOTS.get(name, (name,)) if f"{plot}.svg" in plots]
     _write(folder / PAGE_FILE, "\n".join(lines).rstrip() + "\n")
     return plots
 
@@ -184,24 +206,25 @@ def _machine(report: Mapping[str, Any]) -> str:
 
 
 def _write_plots(report: Mapping[str, Any], folder: Path) -> list[str]:
-    from reader_rag.bench.plots import plot_bars
+    """Draw what has results; nothing where matplotlib is missing, which the report names."""
+    from reader_rag.bench.plots import plot_bars, plot_datastore, plot_reliability
 
-    figures: dict[str, tuple[dict[str, dict[str, float]], str]] = {}
-    sections = report["sections"]
-    if "speed" in sections:
-        figures["speed"] = (plotted_speeds(sections["speed"]["parts"]), "decoding tokens/s")
-    if "tokens-per-step" in sections:
-        figures["tokens-per-step"] = (drafters(sections["tokens-per-step"]["parts"]), "tokens per step")
-    written = []
-    for name, (rows, label) in figures.items():
-        if not rows:
-            continue
-        try:
-            plot_bars(rows, label, folder / f"{name}.svg")
-        except MissingDependencyError:  # listed as an absent package
-            return []
-        written.append(f"{name}.svg")
-    return written
+    parts = {name: section["parts"] for name, section in report["sections"].items()}
+    drawn: dict[str, Callable[[Path], None]] = {}
+    if speeds := plotted_speeds(parts.get("speed", {})):
+        drawn["speed"] = lambda path: plot_bars(speeds, "decoding tokens/s", path)
+    if steps := drafters(parts.get("tokens-per-step", {})):
+        drawn["tokens-per-step"] = lambda path: plot_bars(steps, "tokens per step", path)
+    if bins := reliability(parts.get("tokens-per-step", {})):
+        drawn["reliability"] = lambda path: plot_reliability(bins, path)
+    if sizes := searched(parts.get("datastore", {})):
+        drawn["datastore"] = lambda path: plot_datastore(sizes, path)
+    try:
+        for name, draw in drawn.items():
+            draw(folder / f"{name}.svg")
+    except MissingDependencyError:  # listed as an absent package
+        return []
+    return [f"{name}.svg" for name in drawn]
 
 
 def _write(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 
 import reader_rag
-from reader_rag.bench.figures.plan import Absent, Part, Section
+from reader_rag.bench.figures.parts import Part, Section
+from reader_rag.bench.figures.plan import Absent
 from reader_rag.errors import ConfigError
 from reader_rag.util.cpu import cpu_features, cpu_name
 from reader_rag.util.files import atomic_path
@@ -166,6 +167,23 @@ def new_report(absent: Sequence[Absent], prompts: str) -> dict[str, Any]:
         "absent": [asdict(one) for one in absent],
         "sections": {},
     }
+
+
+def keep_results(report: dict[str, Any], before: dict[str, Any], names: Iterable[str] | None = None) -> None:
+    """Keep results of an earlier run, which name their own commit, date and processor, in a new report.
+
+    Args:
+        report: A new report; see `new_report`. Packages that have results are not absent any more.
+        before: As `read_report` returns it.
+        names: Sections to keep; None: all.
+    """
+    wanted = set(before["sections"]) if names is None else set(names)
+    report["sections"] = {name: section for name, section in before["sections"].items() if name in wanted}
+    if names is None:
+        report["packages"] = before["packages"] | report["packages"]
+        missing = {one["package"] for one in before["absent"]}
+        report["absent"] = [one for one in report["absent"] if one["package"] in missing]
+    report["absent"] = [one for one in report["absent"] if one["package"] not in report["sections"]]
 
 
 def _version(package: str) -> str | None:

@@ -14,6 +14,7 @@ _VARIANTS = {
     "hf-lookup": "its prompt lookup",
     "llama-cpp": "llama.cpp",
 }
+_OWN = "reader-rag"
 _NO_MARKUP = str.maketrans("", "", "*`")
 
 
@@ -155,51 +156,187 @@ def drafters(parts: Parts) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for _, report in _reports(parts):
         own = {category: row["mat"] for category, row in report["categories"].items()}
-        found["reader-rag"] = own
+        found[_OWN] = own
         for name, row in report.get("peers", {}).items():
             found[name] = {category: cell["mat"] for category, cell in row.items()}
     return found
 
 
-def _tokens_per_step(parts: Parts) -> str:
-    found = drafters(parts)
-    ablation: dict[str, dict[str, float]] = {}
+def reliability(parts: Parts) -> list[Mapping[str, float]]:
+    """Predicted and observed acceptance, as `bench replay` counts them.
+
+    Args:
+        parts: Outcomes of the section "tokens-per-step".
+    """
+    return [row for _, report in _reports(parts) for row in report.get("reliability", {}).get("bins", ())]
+
+
+def _by_category(title: str, rows: Mapping[str, Mapping[str, float]]) -> str:
+    """A row for each name, a column for each category."""
+    categories = list(dict.fromkeys(category for row in rows.values() for category in row))
+    return markdown_table(
+        (title, *categories), ((name, *(row.get(category) for category in categories)) for name, row in rows.items())
+    )
+
+
+def _ablation(parts: Parts) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
     for _, report in _reports(parts):
-        ablation |= {f"reader-rag {name}": row for name, row in report.get("ablation", {}).items() if name != "all"}
-    categories = list(dict.fromkeys(category for row in found.values() for category in row))
-    rows = [
-        (f"**{name}**" if name == "reader-rag" else name, *(row.get(category) for category in categories))
-        for name, row in (found | ablation).items()
-    ]
-    return markdown_table(("drafter", *categories), rows)
+        found |= {f"reader-rag {name}": row for name, row in report.get("ablation", {}).items() if name != "all"}
+    return found
+
+
+def _peers(parts: Parts) -> dict[str, dict[str, float]]:
+    found = drafters(parts)
+    return {f"**{_OWN}**": found.pop(_OWN), **found}
+
+
+def _tokens_per_step(parts: Parts) -> str:
+    return _by_category("drafter", _peers(parts) | _ablation(parts))
+
+
+def _beside_peers(parts: Parts) -> str:
+    return _by_category("drafter", _peers(parts))
+
+
+def _with_parts_off(parts: Parts) -> str:
+    return _by_category("parts", {f"**{_OWN}**": drafters(parts)[_OWN], **_ablation(parts)})
+
+
+def _chains(parts: Parts) -> str:
+    """The drafters that propose chains, as vLLM verifies them."""
+    chains = {
+        name: row
+        for name, row in drafters(parts).items()
+        if name.startswith(("reader chain", "vllm-")) or name == "suffix-decoding"
+    }
+    return _by_category("proposer", chains)
+
+
+def _tree_size(parts: Parts) -> str:
+    reports = _reports(parts)
+    rows = {
+        label: {category: row["mat"] for category, row in report["categories"].items()}
+        | {"gap": report["reliability"]["mean_gap"]}
+        for label, report in reports
+    }
+    return _by_category("tree of up to", rows)
 
 
 def _drafting(parts: Parts) -> str:
+    reports = [report for _, report in _reports(parts)]
     rows = [
         (f"{size} nodes", row["us_p50"], row["us_p99"], row["us_in_replay_p50"], row["us_in_replay_p99"])
-        for _, report in _reports(parts)
+        for report in reports
         for size, row in report["drafts"].items()
     ]
     headings = ("tree of up to", "median us", "99th percentile", "within a replay, median", "99th percentile")
-    return markdown_table(headings, rows)
+    others = [
+        (title, cell)
+        for report in reports
+        for key, value in report.items()
+        if (title := _DRAFTING.get(key)) is not None
+        for cell in (value["us_p50_one_thread"] if isinstance(value, dict) else value,)
+    ]
+    return f"{markdown_table(headings, rows)}\n{markdown_table(('besides', ''), others)}"
+
+
+_DRAFTING = {
+    "us_per_token_followed_p50": "following a token, us",
+    "step_of_32_rows_of_4000_tokens": "a step of 32 rows of 4,000 tokens with a chain each, us",
+    "step_of_256_rows_of_4000_tokens": "a step of 256 rows, us",
+    "ms_to_index_32000": "indexing 32,000 tokens, ms",
+    "index_bytes_per_token": "bytes a token of the index",
+    "first_use_s": "first use in a new process, s",
+}
+"""Titles of the other figures of `bench drafting`."""
 
 
 def _recall(parts: Parts) -> str:
     rows = [
-        (category, row["with"]["mat"], row["without"]["mat"], row["ratio"], row["with"]["us_per_draft_p50"])
-        for _, report in _reports(parts)
+        (label, category, row["with"]["mat"], row["without"]["mat"], row["ratio"], row["with"]["us_per_draft_p50"])
+        for label, report in _reports(parts)
         for category, row in report["categories"].items()
     ]
-    return markdown_table(("category", "with earlier answers", "without", "ratio", "us a draft"), rows)
+    return markdown_table(("asked", "category", "with earlier answers", "without", "ratio", "us a draft"), rows)
+
+
+def _int8(parts: Parts) -> str:
+    rows = [
+        (category, row["tokens"], f"{row['agreement']:.4f}", f"{row['mean_kl']:.5f}", _of(row))
+        for _, report in _reports(parts)
+        for category, row in (*report["categories"].items(), ("all", report["all"]))
+    ]
+    return markdown_table(("category", "tokens", "agree", "KL, nats", "answers that differ"), rows)
+
+
+def _of(row: Mapping[str, Any]) -> str:
+    return f"{len(row['different'])} of {row['answers']}"
+
+
+def _datastore(parts: Parts) -> str:
+    """A row for each figure, a column for each size."""
+    columns = searched(parts)
+
+    def times(row: Mapping[str, Any]) -> str:
+        return f"{row['us_p50']:.0f}, {row['us_p99']:.0f}"
+
+    rows: list[tuple[str, Callable[[Any], Any]]] = [
+        ("search, new text: median, 99th percentile, us", lambda row: times(row["queries"]["new"])),
+        ("search, copied text, us", lambda row: times(row["queries"]["copied"])),
+        ("search before merging, us", lambda row: times(row["as_built"])),
+        ("segments before merging", lambda row: row["as_built"]["segments"]),
+        ("search and tree of 64 nodes, new text, median us", lambda row: row["queries"]["new"]["draft_us_p50"]),
+        ("longest match in new text, median", lambda row: f"{row['queries']['new']['longest_p50']:.0f}"),
+        ("bytes a token on the disk", lambda row: row["bytes_per_token"]),
+        ("sorting, million tokens/s", lambda row: row["sorted_tokens_per_s"] / 1e6),
+        ("opening, ms", lambda row: row["open_ms"]),
+        ("resident when opened, MB", lambda row: row["resident_mb_opened"]),
+        ("after 100 searches, MB", lambda row: row["resident_mb_searched_100"]),
+        ("after 4,000 searches, MB", lambda row: row["resident_mb_searched_4000"]),
+    ]
+    headings = ("tokens", *(f"{column['tokens'] / 1e6:.3g} M" for column in columns))
+    return markdown_table(headings, ((title, *map(value, columns)) for title, value in rows))
+
+
+def searched(parts: Parts) -> list[Mapping[str, Any]]:
+    """The rows of `bench datastore`, one for each size.
+
+    Args:
+        parts: Outcomes of the section "datastore".
+    """
+    return [row for _, report in _reports(parts) for row in report["rows"]]
+
+
+def _cache(parts: Parts) -> str:
+    rows = [
+        (
+            *(run["batch"], run["policy"], run["ms_per_step_p50"], run["ms_per_step_mean"], run["moved_bytes"] / 1e6),
+            *(run["moves_per_entry"], run["rearrangements"], run["peak_bytes"] / 1e6),
+        )
+        for _, report in _reports(parts)
+        for run in report["runs"]
+    ]
+    times = ("ms a step, median", "mean")
+    return markdown_table(
+        ("sequences", "policy", *times, "moved MB", "moves of an entry", "rearranged", "peak MB"), rows
+    )
 
 
 def _vllm(parts: Parts) -> str:
-    rows = [
-        (label, name, row["decode_tokens_per_s"], row.get("mat"))
-        for label, report in _reports(parts)
-        for name, row in report["methods"].items()
-    ]
-    return markdown_table(("type", "drafter", "tokens/s", "tokens a step"), rows)
+    rows = []
+    for label, report in _reports(parts):
+        for category, found in report["categories"].items():
+            for name, row in found["methods"].items():
+                ratio = found["ratios"].get(f"reader/{name}")
+                rows.append(
+                    (
+                        *(label, f"{category} ({found['prompts']})", _VARIANTS.get(name, name)),
+                        *(row["decode_tokens_per_s"], row["mat"], None if ratio is None else _spread(ratio)),
+                    )
+                )
+    headings = ("at once", "prompts", "drafter", "tokens/s", "tokens a step", "reader-rag is so many times as fast")
+    return markdown_table(headings, rows)
 
 
 def _record(parts: Parts) -> str:
@@ -212,13 +349,24 @@ TABLES: Mapping[str, Callable[[Parts], str]] = {
     "batches": _batches,
     "exactness": _exactness,
     "memory": _memory,
+    "rounding": _exactness,
     "record": _record,
     "tokens-per-step": _tokens_per_step,
+    "tree-size": _tree_size,
     "drafting": _drafting,
     "recall": _recall,
+    "int8": _int8,
+    "datastore": _datastore,
+    "cache": _cache,
     "vllm": _vllm,
 }
 """The tables of a section, by its name."""
+VIEWS: Mapping[str, tuple[str, Callable[[Parts], str]]] = {
+    "peers": ("tokens-per-step", _beside_peers),
+    "ablation": ("tokens-per-step", _with_parts_off),
+    "chains": ("tokens-per-step", _chains),
+}
+"""Tables of a part of a section's figures: the section and the table, by the name of the block."""
 
 
 def overview(parts: Parts) -> str:

@@ -149,7 +149,9 @@ def _started() -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        start_new_session=True,  # an interrupt in the terminal reaches this process only, which ends that one
+        # An interrupt in the terminal reaches this process only, which ends that one.
+        start_new_session=True,
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
     )
 
 

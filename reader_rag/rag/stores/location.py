@@ -10,7 +10,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -77,7 +77,7 @@ class DatabaseUrl:
         if not collection:
             raise ConfigError(f"{text!r} names no collection: write {shape}")
         if parts.netloc in _LOCAL_HOSTS:
-            path = Path(parts.netloc or "/", *folders).expanduser()
+            path = Path(local_path(parts.netloc, folders)).expanduser()
             if path == Path("/") or kind != scheme:
                 raise ConfigError(f"{text!r} names no folder for the collection: write {shape}")
             return cls(scheme, collection, path=path.resolve())
@@ -90,10 +90,24 @@ class DatabaseUrl:
 
     def __str__(self) -> str:
         if self.path is not None:
-            return f"{self.scheme}://{self.path}/{self.collection}"
+            path = self.path.as_posix()
+            return f"{self.scheme}://{'' if path.startswith('/') else '/'}{path}/{self.collection}"
         host = f"[{self.host}]" if self.host is not None and ":" in self.host else self.host
         port = "" if self.port is None else f":{self.port}"
         return f"{self.scheme}{_TLS if self.tls else ''}://{host}{port}/{self.collection}"
+
+
+def local_path(start: str, folders: list[str], kind: type[PurePath] = Path) -> PurePath:
+    """The path of an embedded database.
+
+    Args:
+        start: "", ".", ".." or "~".
+        folders: The parts of the URL's path, of which the first is empty.
+        kind: The class of the path.
+    """
+    if kind("C:/").drive and folders[1:] and kind(folders[1]).drive:  # qdrant:///C:/FOLDER/COLLECTION on Windows
+        return kind(f"{folders[1]}/", *folders[2:])
+    return kind(start or "/", *folders)
 
 
 def database_url(location: str | Path) -> DatabaseUrl | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import secrets
 import shutil
 import threading
@@ -318,20 +319,30 @@ class Library:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def safe_name(name: str) -> str:
+def safe_name(name: str, *, on_windows: bool = os.name == "nt") -> str:
     """The name of an uploaded file as a file name: one part of a path, printable, not hidden, not too long.
 
     Args:
         name: The name that the client sent, which may be anything.
+        on_windows: Whether it must be a name on Windows, which reserves some names and characters.
     """
     last = unicodedata.normalize("NFC", name).replace("\\", "/").rsplit("/", 1)[-1]
     text = "".join(character if character.isprintable() else "_" for character in last).strip()
-    text = text.lstrip(".").strip() or "unnamed"
+    text = text.lstrip(".").strip()
+    if on_windows:
+        text = "".join("_" if character in '<>:"|?*' else character for character in text).rstrip(". ")
+        if text.partition(".")[0].rstrip().upper() in _DEVICES:
+            text = f"_{text}"
+    text = text or "unnamed"
     stem, dot, suffix = text.rpartition(".")
     if not dot or len(suffix.encode()) > 16:
         stem, dot, suffix = text, "", ""
     room = _NAME_BYTES - len(f"{dot}{suffix}".encode())
     return stem.encode()[:room].decode("utf-8", "ignore") + dot + suffix
+
+
+_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{number}" for port in ("COM", "LPT") for number in range(1, 10))}
+"""Names that are devices on Windows, with any suffix."""
 
 
 def _hashed(text: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
 import pytest
 from llama_index.core.schema import TextNode
 
 from reader_rag.errors import ConfigError, StoreNotFoundError
 from reader_rag.rag import FaissStore, SizedEmbedding
-from reader_rag.rag.stores.location import DatabaseUrl, database_url, local_folder, lock_folder, open_store
+from reader_rag.rag.stores.location import DatabaseUrl, database_url, local_folder, local_path, lock_folder, open_store
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,19 @@ def test_open_store_raises_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError):
         open_store(tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("start", "folders", "path"),
+    [
+        ("", ["", "C:", "Users", "me"], PureWindowsPath("C:/Users/me")),
+        ("", ["", "data", "docs"], PureWindowsPath("/data/docs")),
+        (".", ["", "data"], PureWindowsPath("data")),
+        ("", ["", "C:", "data"], PurePosixPath("/C:/data")),
+        ("..", ["", "data"], PurePosixPath("../data")),
+    ],
+)
+def test_folders_of_embedded_databases_may_have_a_drive_on_windows(
+    start: str, folders: list[str], path: PurePath
+) -> None:
+    assert local_path(start, folders, type(path)) == path
