@@ -64,6 +64,7 @@ def noted(code: str, folder: Path) -> list[Noted]:
     for own in (".ci/run", ".venv/bin/python", ".venv/bin/pre-commit"):
         (folder / own).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tools / "make", folder / own)
+    (folder / ".venv/bin/activate").touch()
     notes = folder / ".notes"
     notes.write_bytes(b"")
     done = subprocess.run(
