@@ -224,6 +224,18 @@ class DecodeSequence:
         assert self._state is not None
         self._state.proposer.learn_asked(positions, logits, top)
 
+    def learn(self, tree: DraftTree, logits: torch.Tensor, top: TopK | None) -> None:
+        """Learn for later drafts from the pass over a draft, rejected nodes included; before `accept`.
+
+        Args:
+            tree: As for `accept`.
+            logits: As for `accept`.
+            top: As for `accept`.
+        """
+        assert self._state is not None
+        if self.learns:
+            self._state.proposer.learn(self.root, tree, logits, top)
+
     def accept(self, tree: DraftTree, logits: torch.Tensor, top: TopK | None) -> tuple[int, Counter[str]]:
         """Emit the target's tokens along the draft and commit the accepted path.
 
@@ -237,8 +249,6 @@ class DecodeSequence:
         """
         state = self._state
         assert state is not None
-        if self.learns:
-            state.proposer.learn(self.root, tree, logits, top)
         with self._changing, self._callbacks():
             argmax = None if top is None else top.argmax
             choose = self.request.sampler(Verified(logits, tree, state.proposer.index.sequence, argmax))

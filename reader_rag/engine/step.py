@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -62,14 +62,17 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
     positions = sum(len(tree) + 1 for tree in trees.values())
     asked, asked_s = _asked(context, drafts, trees)
     drafted = time.perf_counter()
-    emitted: list[int] = []
+    learned: dict[DecodeSequence, float] = {}
+    emitted: dict[DecodeSequence, int] = {}
     accepted: list[Counter[str]] = []
     for sequence, found in _verified(context, trees, asked, failed).items():
+        before = time.perf_counter()
         try:
             if found.asked is not None:
                 sequence.learn_asked(asked[sequence], found.asked, found.asked_top)
-            count, sources = sequence.accept(trees[sequence], found.logits, found.top)
-            emitted.append(count)
+            sequence.learn(trees[sequence], found.logits, found.top)
+            learned[sequence] = time.perf_counter() - before
+            emitted[sequence], sources = sequence.accept(trees[sequence], found.logits, found.top)
             accepted.append(sources)
         except BaseException as error:
             failed[sequence] = error
@@ -79,9 +82,11 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
         widest = 1 + max(len(tree) for tree in trees.values())
         rows = len(trees) * widest if context.target.pads else positions
         costs.observe(rows, sum(lengths) // len(lengths), ended - drafted - asked_s)
+    overhead = {sequence: drafting[sequence] + learned[sequence] for sequence in emitted}
+    _weigh_drafts(context, drafts, trees, emitted, overhead)
     for sequence in sequences:
         sequence.spent(ended - started, drafting[sequence], len(sequences))
-    report = StepReport(positions, accepted, emitted, sum(drafting.values()), ended - started)
+    report = StepReport(positions, accepted, list(emitted.values()), sum(drafting.values()), ended - started)
     context.observers.tell("stepped", report)
     return failed
 
@@ -108,20 +113,51 @@ def _within_budget(context: DecodeContext, trees: dict[DecodeSequence, DraftTree
     if costs is None:
         return {sequence: tree.head(most) for sequence, tree in trees.items()}
     sizes: list[int] = []
-    groups = [list(trees)] if context.target.shares else [[sequence] for sequence in trees]
-    for group in groups:
-        if group:
-            sizes += costs.best_sizes(
-                [trees[sequence] for sequence in group],
-                [sequence.cache.length for sequence in group],
-                [sequence.acceptance_ratio for sequence in group],
-                padded=context.target.pads,
-            )
-    heads = {}
-    for (sequence, tree), size in zip(trees.items(), sizes, strict=True):
-        sequence.backoff.observe(min(size, most), len(tree))
-        heads[sequence] = tree.head(min(size, most))
-    return heads
+    for group in _passes(context, trees):
+        sizes += costs.best_sizes(
+            [trees[sequence] for sequence in group],
+            [sequence.cache.length for sequence in group],
+            [sequence.acceptance_ratio for sequence in group],
+            padded=context.target.pads,
+        )
+    return {sequence: tree.head(min(size, most)) for (sequence, tree), size in zip(trees.items(), sizes, strict=True)}
+
+
+def _passes(context: DecodeContext, sequences: Iterable[DecodeSequence]) -> list[list[DecodeSequence]]:
+    """The sequences of each pass of a step."""
+    every = list(sequences)
+    return [every] if context.target.shares and every else [[sequence] for sequence in every]
+
+
+def _weigh_drafts(
+    context: DecodeContext,
+    drafts: Mapping[DecodeSequence, DraftTree],
+    trees: Mapping[DecodeSequence, DraftTree],
+    emitted: Mapping[DecodeSequence, int],
+    overhead: Mapping[DecodeSequence, float],
+) -> None:
+    """Note for each sequence what its draft gained and took, in seconds by the costs of steps.
+
+    Args:
+        context: The engine's.
+        drafts: What was proposed.
+        trees: What was verified of it.
+        emitted: How many tokens each sequence emitted.
+        overhead: Seconds of each sequence for proposing, and for learning from the pass.
+    """
+    costs = context.costs.current
+    if costs is None:
+        return
+    for group in _passes(context, emitted):
+        saved, token_s = costs.savings(
+            [emitted[sequence] for sequence in group],
+            [len(trees[sequence]) for sequence in group],
+            [sequence.cache.length for sequence in group],
+            padded=context.target.pads,
+        )
+        for sequence, saved_s in zip(group, saved, strict=True):
+            if len(drafts[sequence]):
+                sequence.backoff.observe(saved_s - overhead[sequence], token_s)
 
 
 def _asked(

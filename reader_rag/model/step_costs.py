@@ -54,7 +54,7 @@ _ASKED_GAIN = 0.005
 """Steps that a computed position of a prompt saves, about: with up to 16 in each step, answers take up to 4% fewer
 steps, for up to 8 positions in each (docs/drafts.md)."""
 _BACK_OFF_AFTER, _DRAFT_EVERY = 16, 4
-"""After 16 steps in a row without a verified draft, a draft is made in one step of 4 only."""
+"""After 16 drafts in a row that have not paid for themselves, a draft is made in one step of 4 only."""
 
 Float64 = NDArray[np.float64]
 
@@ -190,6 +190,28 @@ class StepCosts:
             return [min(len(tree), int(nodes.max())) for tree in trees]
         return [int(count) for count in nodes]
 
+    def savings(
+        self, emitted: Sequence[int], nodes: Sequence[int], contexts: Sequence[int], *, padded: bool = False
+    ) -> tuple[list[float], float]:
+        """Seconds that the drafts of a pass have saved.
+
+        Args:
+            emitted: Tokens that each sequence emitted, at least 1.
+            nodes: Verified nodes of each.
+            contexts: Committed positions of each.
+            padded: Whether every sequence took as many positions as the largest tree.
+
+        Returns:
+            For each sequence what its accepted tokens would have taken in plain steps, less the time of its nodes;
+            below 0 where they have not paid. And the seconds of a token in plain steps.
+        """
+        texts = len(emitted)
+        times = self.seconds(sum(contexts) // texts)
+        rows = texts * (1 + max(nodes)) if padded else texts + sum(nodes)
+        plain, drafted = (float(times[min(count, len(times)) - 1]) for count in (texts, rows))
+        token_s, node_s = plain / texts, (drafted - plain) / max(sum(nodes), 1)
+        return [(count - 1) * token_s - own * node_s for count, own in zip(emitted, nodes, strict=True)], token_s
+
     def _explored_size(self, size: int, most: int, texts: int) -> int:
         """How many nodes to verify where `size` of at most `most` pay: now and then others, to explore costs."""
         if size:
@@ -209,32 +231,32 @@ class StepCosts:
 
 
 class DraftBackoff:
-    """Decides which steps of a sequence make no draft: most of them, where no draft has paid for a while.
+    """Decides which steps of a sequence make no draft: most of them, while its drafts take longer than they save.
 
     Each sequence has its own, so that the speed of its answer does not depend on the text of others.
     """
 
     def __init__(self) -> None:
-        self._plain = 0
+        self._owed_s = 0.0
+        self._unpaid = self._steps = 0
 
     def skips_draft(self) -> bool:
         """Whether the next step makes no draft; called once for each step."""
-        if self._plain < _BACK_OFF_AFTER:
+        if self._unpaid < _BACK_OFF_AFTER:
             return False
-        self._plain += 1
-        return self._plain % _DRAFT_EVERY != 0
+        self._steps += 1
+        return self._steps % _DRAFT_EVERY != 0
 
-    def observe(self, verified: int, nodes: int) -> None:
+    def observe(self, saved_s: float, token_s: float) -> None:
         """Note a step that made a draft.
 
         Args:
-            verified: How many of its nodes paid.
-            nodes: How many there were.
+            saved_s: Seconds that its tokens would have taken without it, less those that its nodes, making it and
+                learning from it took; below 0 where it did not pay.
+            token_s: Seconds of a token without a draft: one accepted token makes up for all drafts before it.
         """
-        if verified:
-            self._plain = 0
-        else:
-            self._plain += bool(nodes)
+        self._owed_s = min(max(self._owed_s - saved_s, 0.0), 0.5 * token_s)
+        self._unpaid = self._unpaid + 1 if self._owed_s else 0
 
 
 def asked_positions_pay(target: TargetModel) -> bool:

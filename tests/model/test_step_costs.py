@@ -190,23 +190,44 @@ def test_where_no_draft_pays_most_steps_go_without_one() -> None:
     for _ in range(400):
         if not backoff.skips_draft():
             size = _best_size(costs, _chain(0.1, 0.05, 0.01))
-            backoff.observe(size, 3)
+            (saved_s,), token_s = costs.savings([1], [size], [0])
+            backoff.observe(saved_s - 0.01, token_s)
             drafted += 1
             verified += bool(size)
     assert 80 < drafted < 200
     assert 1 <= verified < 10  # a few are tried all the same
 
 
-def test_a_draft_that_pays_ends_the_backoff_and_an_empty_one_begins_none() -> None:
+def test_an_accepted_token_ends_the_backoff() -> None:
     backoff = DraftBackoff()
-    for _ in range(100):
-        backoff.observe(0, 0)
-    assert not backoff.skips_draft()
     for _ in range(16):
-        backoff.observe(0, 5)
+        backoff.observe(-0.1, 1.0)
     assert [backoff.skips_draft() for _ in range(8)].count(True) == 6
-    backoff.observe(2, 5)
+    backoff.observe(0.9, 1.0)
     assert not any(backoff.skips_draft() for _ in range(8))
+
+
+def test_drafts_that_save_less_than_they_take_are_given_up_though_some_tokens_are_accepted() -> None:
+    """Each saves 0.05 in two steps, and takes 0.1."""
+    kept, given_up = DraftBackoff(), DraftBackoff()
+    for step in range(32):
+        kept.observe(0.3 if step % 2 else -0.1, 1.0)
+        given_up.observe(0.05 if step % 2 else -0.1, 1.0)
+    assert not any(kept.skips_draft() for _ in range(8))
+    assert any(given_up.skips_draft() for _ in range(8))
+
+
+def test_what_the_drafts_of_a_pass_saved() -> None:
+    costs = costs_of([1, 2, 3, 4, 5], [1.0, 1.2, 1.4, 1.6, 1.8])
+    saved, token_s = costs.savings([3], [4], [0])
+    assert saved == pytest.approx([2.0 - 0.8])
+    assert token_s == 1.0
+    assert costs.savings([1], [0], [0]) == ([0.0], 1.0)
+    saved, token_s = costs.savings([2, 1], [2, 1], [0, 0])
+    assert token_s == pytest.approx(0.6)
+    assert saved == pytest.approx([0.6 - 0.4, -0.2])
+    padded, _ = costs.savings([2, 1], [1, 0], [0, 0], padded=True)
+    assert padded == pytest.approx([0.6 - 0.4, 0.0])
 
 
 def test_the_nodes_of_several_texts_are_one_pool() -> None:
