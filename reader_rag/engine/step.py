@@ -219,12 +219,16 @@ def _pass_over(
 
 def _passed(context: DecodeContext, steps: Mapping[DecodeSequence, Step], asked: Sequence[Asked]) -> Sequence[Passed]:
     """What a pass computed for each sequence, then for each of `asked`: by the fixed step where it takes these."""
-    target = context.target
+    target, given = context.target, list(steps.values())
     if target.fixed_step is not None:
         wanted = [sequence.wants_logits for sequence in steps]
-        found = target.fixed_step.run(list(steps.values()), asked, wanted)
+        found = target.fixed_step.run(given, asked, wanted)
         if found is not None:
             return found
-    logits = target.verify_batch(list(steps.values()), [one.states.take(one.positions) for one in asked])
+    states = [one.states.take(one.positions) for one in asked]
+    if target.fixed_step is None:
+        logits = target.verify_batch(given, states)
+    else:
+        logits = target.verify_batch(given, states, refused=True)
     tops = fetch_top_k(logits, learns=any(sequence.learns for sequence in steps))
     return [Passed(*one) for one in zip(logits, tops, strict=True)]

@@ -311,14 +311,21 @@ class FixedCache(Cache):
             self._members[row] = None
 
     def give_back(self, sequence: TreeCache) -> None:
-        """Move a sequence's keys and values to its own layers."""
+        """Move a sequence's keys and values to its own layers; where that fails, they stay here."""
         with self.lock:
             length = sequence.length
             states = self.states(sequence, 0, length)
-            self.leave(sequence)
             sequence.batch = None
             sequence.set_committed(0)
-            sequence.restore([states])
+            try:
+                sequence.restore([states])
+            except BaseException:
+                for layer in sequence.tree_layers:
+                    layer.drop()
+                sequence.set_committed(length)
+                sequence.batch = self
+                raise
+            self.leave(sequence)
 
     def set_committed(self, sequence: TreeCache, length: int) -> None:
         """Treat the first `length` positions of a sequence as committed, whatever they contain."""

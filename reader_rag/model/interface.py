@@ -65,16 +65,16 @@ class RankedStep(Protocol):
     """A decode step in fixed shapes that ranks its logits on the device: `FixedStep`."""
 
     def widest(self, sequences: int) -> int:
-        """Most positions of each of so many sequences in one pass, root included; 0: they share none.
+        """Most positions of each of so many sequences in one step, root included; 0: more sequences than it takes.
 
         Args:
-            sequences: Sequences of the pass.
+            sequences: Sequences of the step.
         """
 
     def run(
         self, steps: Sequence[Step], asked: Sequence[Asked] = (), wanted: Sequence[bool] = ()
     ) -> list[Passed] | None:
-        """Verify the drafts of several sequences in one pass.
+        """Verify the drafts of several sequences: in one pass, in strict mode in one for each sequence.
 
         Args:
             steps: At least one, each with a cache of its own.
@@ -83,7 +83,14 @@ class RankedStep(Protocol):
 
         Returns:
             For each step, then for each of `asked`, its logits and best tokens, which hold until the next pass; None:
-            such a pass has no fixed shape.
+            such a pass has no fixed shape. Then a dynamic step computes it, after `give_back`.
+        """
+
+    def give_back(self, steps: Sequence[Step]) -> None:
+        """Move the keys and values of sequences to their own caches, for a dynamic step.
+
+        Args:
+            steps: Of the sequences; those whose keys and values are not in the fixed step's cache stay as they are.
         """
 
     def cache_bytes(self, sizes: Sequence[tuple[int, int]]) -> int:
@@ -207,12 +214,15 @@ class TargetModel(Protocol):
             Logits [1 + nodes, vocabulary], after the root and after each node.
         """
 
-    def verify_batch(self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    def verify_batch(
+        self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = (), *, refused: bool = False
+    ) -> list[torch.Tensor]:
         """Verify the drafts of several sequences, in one pass where the model can.
 
         Args:
             steps: At least one, each with a cache of its own.
             asked: Hidden states of prompts, [n, `hidden_width`] each. No other logits depend on them, to the last bit.
+            refused: Whether the fixed step was tried and does not take these steps.
 
         Returns:
             For each step the logits that `verify` returns, then for each of `asked` its logits, [n, vocabulary]; these

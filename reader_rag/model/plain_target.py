@@ -165,12 +165,15 @@ class PlainTarget:
             raise ValueError(f"{len(tree)} drafted tokens for a model that cannot verify any")
         return self._read([root], cache)
 
-    def verify_batch(self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    def verify_batch(
+        self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = (), *, refused: bool = False
+    ) -> list[torch.Tensor]:
         """Decode one token of each sequence, one after the other.
 
         Args:
             steps: Root, empty tree and cache of each sequence.
             asked: None: there are no hidden states.
+            refused: Without effect: there is no fixed step.
 
         Returns:
             For each sequence, its logits [1, vocabulary].

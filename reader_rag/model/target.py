@@ -259,13 +259,13 @@ class Target:
         Returns:
             Logits [1 + nodes, vocabulary], after the root and after each node.
         """
-        if self.cpu is not None:
-            return self.cpu([Rows.of_tree(root, tree, cache, outputs)])[0]
-        passed = None if self.fixed_step is None else self.fixed_step.run([Step(root, tree, cache, outputs)])
-        if passed is not None:
-            return passed[0].logits.clone()
+        return self.verify_batch([Step(root, tree, cache, outputs)])[0]
+
+    def _verify_alone(self, step: Step) -> torch.Tensor:
+        """`verify` in the model's own forward pass, over the positions of one sequence."""
+        root, tree, cache, outputs = step.root, step.tree, step.cache, step.outputs
         if cache.batch is not None:
-            return self._verify_together([Step(root, tree, cache, outputs)])[0]
+            return self._verify_together([step])[0]
         rows = len(tree) + 1
         shown, width = cache.length + rows, rows
         if self.fixed is not None:
@@ -282,13 +282,16 @@ class Target:
             return self._forward(tokens[None], positions[None], cache, attention_mask=mask)[0, :rows]
 
     @torch.inference_mode()
-    def verify_batch(self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    def verify_batch(
+        self, steps: Sequence[Step], asked: Sequence[torch.Tensor] = (), *, refused: bool = False
+    ) -> list[torch.Tensor]:
         """Verify the drafts of several sequences, in one pass where the model can.
 
         Args:
             steps: At least one, each with a cache of its own.
             asked: Hidden states that a prefill kept, [n, `hidden_width`] each. No other logits depend on them: in the
                 compiled loops they are further rows of the head's product, elsewhere a product of their own.
+            refused: Whether `fixed_step` was tried and does not take these steps; it is not tried again.
 
         Returns:
             For each step the logits that `verify` returns, then for each of `asked` its logits, [n, vocabulary]; these
@@ -297,7 +300,7 @@ class Target:
         if self.cpu is not None:
             rows = [Rows.of_tree(step.root, step.tree, step.cache, step.outputs) for step in steps]
             return self.cpu(rows, asked)
-        passed = None if self.fixed_step is None else self.fixed_step.run(steps)
+        passed = None if self.fixed_step is None or refused else self.fixed_step.run(steps)
         found = self._verified(steps) if passed is None else [each.logits.clone() for each in passed]
         return [*found, *self.logits_of(asked)]
 
@@ -316,9 +319,11 @@ class Target:
         return parts
 
     def _verified(self, steps: Sequence[Step]) -> list[torch.Tensor]:
-        """`verify_batch` of the steps alone, in the model's own forward pass."""
+        """`verify_batch` of the steps alone, in passes of the shapes that they need."""
+        if self.fixed_step is not None:
+            self.fixed_step.give_back(steps)
         if not self.pads or len(steps) == 1:
-            return [self.verify(step.root, step.tree, step.cache, step.outputs) for step in steps]
+            return [self._verify_alone(step) for step in steps]
         if self.switch is None:
             return self._verify_together(steps)
         # A sequence behind the switch would make the others use its angles.

@@ -78,14 +78,12 @@ class FixedStep:
         self.graphs = GraphCache(self.forward, self.cache, self.inputs, self.transfers, recorder)
 
     def widest(self, sequences: int) -> int:
-        """Most positions of each of so many sequences in one pass, root included; 0: they share none.
+        """Most positions of each of so many sequences in one step, root included; 0: more sequences than it takes.
 
         Args:
-            sequences: Sequences of the pass.
+            sequences: Sequences of the step.
         """
-        if self._fixed is not None:
-            return self._fixed.width if sequences == 1 else 0
-        return widest(sequences)
+        return widest(sequences) if self._fixed is None else self._fixed.width
 
     def cache_bytes(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Bytes of the key/value cache of some sequences.
@@ -100,7 +98,7 @@ class FixedStep:
     def run(
         self, steps: Sequence[Step], asked: Sequence[Asked] = (), wanted: Sequence[bool] = ()
     ) -> list[Passed] | None:
-        """Verify the drafts of several sequences in one pass.
+        """Verify the drafts of several sequences: in one pass, in strict mode in one for each sequence.
 
         Args:
             steps: At least one, each with a cache of its own.
@@ -109,17 +107,41 @@ class FixedStep:
 
         Returns:
             For each step, then for each of `asked`, its logits and best tokens, which hold until the next pass; None:
-            such a pass has no fixed shape. Then the sequences have their own caches again, for the dynamic step.
+            such a pass has no fixed shape. Then a dynamic step computes it, after `give_back`.
 
         Raises:
             IndexError: A sequence exceeds the capacity of its `TreeCache`.
         """
+        if self._fixed is None or len(steps) == 1:
+            return self._run(steps, asked, wanted)
+        with self.cache.lock:
+            if not self._takes(steps) or self._joined(steps) is None:
+                return None  # before the first pass: from here on, none is refused
+            passed: list[Passed] = []
+            for n, step in enumerate(steps):
+                for before in passed[-1:]:  # the next pass writes where its logits are
+                    passed[-1] = before._replace(logits=before.logits.clone())
+                last = n == len(steps) - 1
+                found = self._run([step], asked if last else (), wanted[n : n + 1])
+                assert found is not None
+                passed += found
+            return passed
+
+    def give_back(self, steps: Sequence[Step]) -> None:
+        """Move the keys and values of sequences to their own caches, for a dynamic step.
+
+        Args:
+            steps: Of the sequences; those whose keys and values are not in the fixed step's cache stay as they are.
+        """
+        for step in steps:
+            if step.cache.batch is self.cache:
+                self.cache.give_back(step.cache)
+
+    def _run(self, steps: Sequence[Step], asked: Sequence[Asked], wanted: Sequence[bool]) -> list[Passed] | None:
+        """`run` in one pass."""
         with self.cache.lock:
             shape, rows, places_asked = self.prepare(steps, [one.positions for one in asked])
             if shape is None:
-                for step in steps:
-                    if step.cache.batch is self.cache:
-                        self.cache.give_back(step.cache)
                 return None
             self.forward.has_moved = False
             try:
@@ -165,21 +187,11 @@ class FixedStep:
 
     def _placed(self, steps: Sequence[Step]) -> tuple[StepShape | None, list[int]]:
         """The shape of a pass and the row of each sequence; None: there is no such shape."""
-        caches: list[TreeCache] = [step.cache for step in steps]
-        layers = wanted_layers([step.outputs for step in steps])
-        if layers and not self._layers:
-            return None, []
-        limit = self.widest(len(steps))
-        if any(len(step.tree) + 1 > limit for step in steps):
-            return None, []
-        for step, cache in zip(steps, caches, strict=True):
-            needed = cache.length + len(step.tree) + 1
-            if needed > cache.capacity:
-                raise IndexError(f"{needed} positions do not fit a cache of {cache.capacity}")
-        rows = self.cache.join(caches, WIDTHS[-1] if self._fixed is None else self._fixed.width)
+        rows = self._joined(steps) if self._takes(steps) else None
         if rows is None:
             return None, []
-        longest = max(cache.length for cache in caches)
+        layers = wanted_layers([step.outputs for step in steps])
+        longest = max(step.cache.length for step in steps)
         if self._fixed is not None:
             shown = self._fixed.shown(longest)
             return StepShape(rows[0], 1, self._fixed.width, shown, self.cache.generation, layers=layers), rows
@@ -190,6 +202,26 @@ class FixedStep:
             return None, []
         shown = shown_for(longest + width)
         return StepShape(0, count, width, shown, self.cache.generation, moves > 0, layers), rows
+
+    def _takes(self, steps: Sequence[Step]) -> bool:
+        """Whether there is a shape for steps, if their sequences fit the cache."""
+        if wanted_layers([step.outputs for step in steps]) and not self._layers:
+            return False
+        limit = self.widest(len(steps))
+        return all(len(step.tree) < limit for step in steps)
+
+    def _joined(self, steps: Sequence[Step]) -> list[int] | None:
+        """The row of each sequence in the cache; None: they do not fit.
+
+        Raises:
+            IndexError: A sequence exceeds the capacity of its `TreeCache`.
+        """
+        caches: list[TreeCache] = [step.cache for step in steps]
+        for step, cache in zip(steps, caches, strict=True):
+            needed = cache.length + len(step.tree) + 1
+            if needed > cache.capacity:
+                raise IndexError(f"{needed} positions do not fit a cache of {cache.capacity}")
+        return self.cache.join(caches, WIDTHS[-1] if self._fixed is None else self._fixed.width)
 
     def _passed(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +18,11 @@ from reader_rag.draft import DraftTree
 from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.kv_cache.prefix_cache import PrefixCache
+from reader_rag.model.fixed_shape import FixedShape
 from reader_rag.model.fixed_step.checks import data_dependent_call
 from reader_rag.model.fixed_step.select import add_fixed_step
 from reader_rag.model.fixed_step.shapes import MOST_POSITIONS, StepShape, shown_for, step_bytes, widest, width_for
+from reader_rag.model.fixed_step.step import FixedStep
 from reader_rag.model.interface import Asked, Step
 from reader_rag.model.target import Target
 
@@ -100,10 +104,11 @@ def test_what_has_no_fixed_shape_is_a_dynamic_step(dynamic: Target) -> None:
     tree = random_tree(4, 64, VOCABULARY)  # one node too many
     one = Step(5, tree, twin.fixed)
     assert step.run([one]) is None
-    assert twin.fixed.batch is None
+    assert twin.fixed.batch is step.cache
     torch.testing.assert_close(
         target.verify(5, tree, twin.fixed), dynamic.verify(5, tree, twin.dynamic), atol=1e-4, rtol=0
     )
+    assert twin.fixed.batch is None
     for cache in (twin.fixed, twin.dynamic):
         cache.commit([0, 1])
     run_and_check(step, [twin], 2)  # and back
@@ -135,6 +140,83 @@ def test_sequences_that_do_not_fit_the_bytes_are_decoded_dynamically(dynamic: Ta
     assert small.cache.nbytes == 2 * 513 * each
     assert small.run(some_steps(twins, 2)) is None
     assert step.cache_bytes([(200, 63)] * 2) == 2 * 513 * each
+
+
+class _Counts:
+    """How often inputs are prepared, and sequences copied into the fixed cache and out of it."""
+
+    def __init__(self, step: FixedStep, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._counts = Counter[str]()
+        for place, name in ((step, "prepare"), (step.cache, "_take"), (step.cache, "give_back")):
+            monkeypatch.setattr(place, name, self._counted(name, getattr(place, name)))
+
+    def _counted(self, name: str, function: Any) -> Any:
+        def counted(*given: Any, **named: Any) -> Any:
+            self._counts[name] += 1
+            return function(*given, **named)
+
+        return counted
+
+    def take(self) -> tuple[int, int, int]:
+        """Preparations, copies in, copies out since the last call."""
+        counts, names = self._counts.copy(), ("prepare", "_take", "give_back")
+        self._counts.clear()
+        return counts[names[0]], counts[names[1]], counts[names[2]]
+
+
+def test_a_refused_step_is_prepared_once_and_copied_out_only_by_the_dynamic_step(
+    dynamic: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, step = fixed_target()
+    twins, counts = [Twins(target, dynamic, n, 9 + 5 * n) for n in range(2)], _Counts(step, monkeypatch)
+    run_and_check(step, twins, 1)
+    assert counts.take() == (1, 2, 0)
+    wide = [Step(5, random_tree(n, 70, VOCABULARY), twin.fixed) for n, twin in enumerate(twins)]
+    assert step.run(wide) is None
+    assert counts.take() == (1, 0, 0)
+    assert all(twin.fixed.batch is step.cache for twin in twins)
+    for twin, one, logits in zip(twins, wide, target.verify_batch(wide, refused=True), strict=True):
+        torch.testing.assert_close(logits, dynamic.verify(one.root, one.tree, twin.dynamic), atol=1e-4, rtol=0)
+        for cache in (twin.fixed, twin.dynamic):
+            cache.commit([0])
+    assert counts.take() == (0, 0, 2)
+    target.verify_batch(wide)  # asks the fixed step itself; the sequences are out already
+    assert counts.take() == (1, 0, 0)
+    run_and_check(step, twins, 2)
+    assert counts.take() == (1, 2, 0)
+
+
+def test_sequences_of_strict_mode_stay_in_the_fixed_cache(dynamic: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(make_model("Llama"), FixedShape(), forward="torch")
+    step = add_fixed_step(target, "on", name="Llama")
+    assert step is not None
+    twins, counts = [Twins(target, dynamic, n, 9 + 5 * n) for n in range(3)], _Counts(step, monkeypatch)
+    for round_ in range(3):
+        steps = [Step(3 + n, DraftTree.from_chain([5, 6, 7]), twin.fixed) for n, twin in enumerate(twins)]
+        passed = step.run(steps)
+        assert passed is not None
+        for twin, one, found in zip(twins, steps, passed, strict=True):
+            twin.check(one, found, round_ % 3)
+        assert counts.take() == (3, 0 if round_ else 3, 0)
+    steps[1] = Step(3, DraftTree.from_chain([5] * 20), twins[1].fixed)  # longer than the width: none is computed
+    passes = step.passes
+    assert step.run(steps) is None
+    assert (step.passes, counts.take()) == (passes, (0, 0, 0))
+
+
+def test_a_sequence_that_cannot_be_copied_out_stays_in_the_fixed_cache(
+    dynamic: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, step = fixed_target()
+    twin = Twins(target, dynamic, 1, 30)
+    run_and_check(step, [twin], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(twin.fixed.tree_layers[-1], "update", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step.give_back(some_steps([twin], 1))
+    assert twin.fixed.batch is step.cache
+    assert twin.fixed.length == twin.dynamic.length
+    run_and_check(step, [twin], 2)
 
 
 def test_a_sequence_in_the_fixed_step_goes_to_the_prefix_cache(dynamic: Target) -> None:
