@@ -62,7 +62,7 @@ def little_measuring() -> Iterator[None]:
     What is measured changes how many nodes are verified, never an answer. The tests of profiles and step costs set
     limits of their own. Where no collected test imports engines, nothing is imported here.
     """
-    profile_task = sys.modules.get("reader_rag.model.profile_task")
+    profile_task = sys.modules.get("reader_rag.model.profile.task")
     step_costs = sys.modules.get("reader_rag.model.step_costs")
     with pytest.MonkeyPatch.context() as patch:
         if profile_task is not None:

@@ -61,7 +61,7 @@ def profile_model(
     from reader_rag.draft.profile import profile_path
     from reader_rag.engine.engine import Engine
     from reader_rag.model.fingerprint import model_fingerprint
-    from reader_rag.model.successor_profile import make_profile
+    from reader_rag.model.profile.successors import make_profile
     from reader_rag.model.weights_cache import cache_folder
 
     with status(f"loading {name}"):

@@ -1,7 +1,7 @@
 """Profiles: a model's likely next tokens after each single token of its vocabulary, the prior of the successor table.
 
 Each token is evaluated once, with no text before it. The profile of the default model comes with the package. Any
-other model computes its own while its engine is idle (`model.profile_task`), or `reader-rag models profile` computes
+other model computes its own while its engine is idle (`model.profile.task`), or `reader-rag models profile` computes
 it at once; it is kept in the cache folder. Without a profile the table starts empty and learns from the request's
 prompt.
 

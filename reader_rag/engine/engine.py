@@ -29,7 +29,7 @@ from reader_rag.errors import BatchError, BusyError, ConfigError
 from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.model.fixed_step.select import add_fixed_step
 from reader_rag.model.interface import TargetModel
-from reader_rag.model.profile_task import load_profile
+from reader_rag.model.profile.task import load_profile
 from reader_rag.model.select_target import Drafting, select_reuse, select_target
 from reader_rag.model.weights_cache import cache_folder
 from reader_rag.util.fork import check_not_forked, note_threads

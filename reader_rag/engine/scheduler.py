@@ -26,7 +26,7 @@ from reader_rag.engine.step import run_step
 from reader_rag.engine.stream import Delivery, GenerationStream, for_reader
 from reader_rag.errors import BusyError, ConfigError, EngineClosedError, NestedCallError
 from reader_rag.kv_cache.batch_cache import ROOM
-from reader_rag.model.profile_task import ProfileTask
+from reader_rag.model.profile.task import ProfileTask
 from reader_rag.util.out_of_memory import free_bytes
 from reader_rag.util.own_thread import call_for
 

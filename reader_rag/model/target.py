@@ -21,12 +21,13 @@ from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import UnsupportedModelError
 from reader_rag.kv_cache.batch_cache import BatchCache
 from reader_rag.kv_cache.hidden_states import HiddenStates
-from reader_rag.kv_cache.layer_states import LayerOutputs, collecting, commit_all, decoder_layers, recording
+from reader_rag.kv_cache.layer_states import LayerOutputs, commit_all
 from reader_rag.kv_cache.masks import attention_kinds, attention_masks
 from reader_rag.kv_cache.tree_cache import TreeCache
 from reader_rag.model.compiled.forward import CpuForward, Rows, head_width
 from reader_rag.model.fixed_shape import FixedShape, chunk_size
 from reader_rag.model.interface import RankedStep, Reuse, Step
+from reader_rag.model.layer_hooks import collecting, decoder_layers, recording
 from reader_rag.model.step_costs import head_share_of
 
 _LONG_CHUNK_S, _SHORT_CHUNK_S = 0.3, 0.1
@@ -361,17 +362,7 @@ class Target:
         cache: TreeCache | BatchCache,
         **inputs: Any,
     ) -> torch.Tensor:
-        """The model's own pass.
-
-        Args:
-            tokens: [texts, rows].
-            positions: [texts, rows].
-            cache: Of the texts.
-            inputs: What else the model takes.
-
-        Returns:
-            Logits [texts, rows or fewer, vocabulary].
-        """
+        """The model's own pass over [sequences, rows] tokens: logits [sequences, rows or fewer, vocabulary]."""
         if self._takes_positions:
             inputs["position_ids"] = torch.from_numpy(positions).to(self.device)
         ids = torch.from_numpy(tokens).to(self.device)

@@ -42,9 +42,9 @@ from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ReaderWarning, UnsupportedModelError
 from reader_rag.model import select_target as select_target
-from reader_rag.model import successor_profile as profiling
 from reader_rag.model.interface import prefill
 from reader_rag.model.plain_target import PlainTarget
+from reader_rag.model.profile import successors as profiling
 from reader_rag.model.self_test import decodes_plainly, keeps_bits, verifies_chains
 from reader_rag.model.target import Target
 

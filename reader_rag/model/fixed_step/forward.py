@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from reader_rag.kv_cache.fixed_cache import FixedCache, Slots
-from reader_rag.kv_cache.layer_states import noting
 from reader_rag.model.fixed_step.inputs import InputBuffer
 from reader_rag.model.fixed_step.masks import step_masks
 from reader_rag.model.fixed_step.shapes import StepShape
+from reader_rag.model.layer_hooks import noting
 from reader_rag.sampling.topk import ranked_tokens
 
 

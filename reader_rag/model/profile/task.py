@@ -24,9 +24,9 @@ from reader_rag.draft.profile import Profile, fingerprint, profile_path, profile
 from reader_rag.errors import ConfigError
 from reader_rag.model.fingerprint import model_fingerprint
 from reader_rag.model.interface import TargetModel
+from reader_rag.model.profile.successors import ProfileBuilder
 from reader_rag.model.registry import alias_of
 from reader_rag.model.select_target import Drafting
-from reader_rag.model.successor_profile import ProfileBuilder
 from reader_rag.model.weights_cache import cache_folder
 
 _log = logging.getLogger(__name__)

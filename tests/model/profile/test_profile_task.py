@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from reader_rag.draft.profile import Profile, profile_path, profiles
 from reader_rag.engine.engine import Engine
-from reader_rag.model import profile_task
 from reader_rag.model.fingerprint import model_fingerprint
-from reader_rag.model.profile_task import ProfileLimits, ProfileTask, load_profile
-from reader_rag.model.successor_profile import ProfileBuilder, make_profile
+from reader_rag.model.profile import task as profile_task
+from reader_rag.model.profile.successors import ProfileBuilder, make_profile
+from reader_rag.model.profile.task import ProfileLimits, ProfileTask, load_profile
 
 MODEL = "0123456789abcdef" * 2
 

@@ -15,9 +15,9 @@ from reader_rag.cli.main import app
 from reader_rag.config import DraftConfig
 from reader_rag.draft.profile import Profile, fingerprint, profile_path, profiles
 from reader_rag.engine.engine import Engine
-from reader_rag.model import successor_profile as profiling
 from reader_rag.model.fingerprint import model_fingerprint
-from reader_rag.model.successor_profile import make_profile
+from reader_rag.model.profile import successors as profiling
+from reader_rag.model.profile.successors import make_profile
 
 
 def asked(model: LlamaForCausalLM, first: int, vocabulary: int) -> torch.Tensor:
