@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
 
-from reader_rag.sampling.sampler import gumbel
+from reader_rag.sampling.noise import gumbel
 
 VOCABULARY = 96
 WINDOW = 16

@@ -17,6 +17,7 @@ from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import ConfigError, ContextLengthError, PromptError
 from reader_rag.sampling.constrained import Constraint, GrammarCompiler
 from reader_rag.sampling.logits_processors import copy_processors, make_processors
+from reader_rag.sampling.noise import Draw
 from reader_rag.sampling.sampler import CheckedSampler, ProcessedSampler, Processor, Sampler, make_sampler
 from reader_rag.util.encodable import is_encodable
 from reader_rag.util.fork import check_not_forked
@@ -86,6 +87,11 @@ class Request:
     has_callbacks: bool = False
     draft_sources: tuple[DraftSource, ...] = ()
     prediction: str = ""
+
+    @property
+    def draw(self) -> Draw | None:
+        """How its tokens are drawn, where a pass can draw them."""
+        return self.sampler.draw if isinstance(self.sampler, ProcessedSampler) else None
 
     def hidden_layers(self, layers: int) -> tuple[int, ...]:
         """The layers whose outputs its draft sources need, ascending.

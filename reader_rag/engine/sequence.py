@@ -30,13 +30,12 @@ from reader_rag.engine.text.detokenizer import Detokenizer
 from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.kv_cache.tree_cache import TreeCache
-from reader_rag.model.interface import SequenceCache
+from reader_rag.model.interface import Passed, SequenceCache
 from reader_rag.model.step_costs import DraftBackoff, asked_positions_pay
 from reader_rag.sampling.accept import accept_path
 from reader_rag.sampling.logits_processors import any_met
 from reader_rag.sampling.logprobs import TokenLogprobs, token_logprobs
 from reader_rag.sampling.sampler import Verified, greedy
-from reader_rag.sampling.topk import TopK
 
 _log = logging.getLogger(__name__)
 
@@ -208,50 +207,47 @@ class DecodeSequence:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether more of its logits is used than their best tokens: to sample, to report or to constrain."""
+        """Whether more of its logits is used than best and drawn tokens: to process, to report or to constrain."""
         request, sampler = self.request, self.request.sampler
-        chooses = sampler is not greedy and getattr(sampler, "needs_logits", True)
+        chooses = sampler is not greedy and request.draw is None and getattr(sampler, "needs_logits", True)
         return chooses or request.params.logprobs is not None or request.params.record_margins
 
-    def learn_asked(self, positions: NDArray[np.int32], logits: torch.Tensor, top: TopK | None) -> None:
+    def learn_asked(self, positions: NDArray[np.int32], passed: Passed) -> None:
         """Learn what follows positions of the prompt.
 
         Args:
             positions: int32 [n], positions that `ask` returned.
-            logits: [n, vocabulary].
-            top: Their best tokens, where they are known already.
+            passed: What the pass computed for them.
         """
         assert self._state is not None
-        self._state.proposer.learn_asked(positions, logits, top)
+        self._state.proposer.learn_asked(positions, passed.logits, passed.top)
 
-    def learn(self, tree: DraftTree, logits: torch.Tensor, top: TopK | None) -> None:
+    def learn(self, tree: DraftTree, passed: Passed) -> None:
         """Learn for later drafts from the pass over a draft, rejected nodes included; before `accept`.
 
         Args:
             tree: As for `accept`.
-            logits: As for `accept`.
-            top: As for `accept`.
+            passed: As for `accept`.
         """
         assert self._state is not None
         if self.learns:
-            self._state.proposer.learn(self.root, tree, logits, top)
+            self._state.proposer.learn(self.root, tree, passed.logits, passed.top)
 
-    def accept(self, tree: DraftTree, logits: torch.Tensor, top: TopK | None) -> tuple[int, Counter[str]]:
+    def accept(self, tree: DraftTree, passed: Passed) -> tuple[int, Counter[str]]:
         """Emit the target's tokens along the draft and commit the accepted path.
 
         Args:
             tree: What was verified: the first nodes of the last draft.
-            logits: [1 + nodes, vocabulary].
-            top: Their best tokens, where they are known already.
+            passed: What the pass computed.
 
         Returns:
             How many tokens were emitted, and the accepted nodes by source.
         """
-        state = self._state
+        state, (logits, top, drawn) = self._state, passed
         assert state is not None
         with self._changing, self._callbacks():
             argmax = None if top is None else top.argmax
-            choose = self.request.sampler(Verified(logits, tree, state.proposer.index.sequence, argmax))
+            choose = self.request.sampler(Verified(logits, tree, state.proposer.index.sequence, argmax, drawn))
             accepted, emitted = accept_path(tree, lambda node: choose(node + 1), self._emit)
             rows = [0, *(node + 1 for node in accepted)]
             state.cache.commit(rows)

@@ -19,7 +19,7 @@ from reader_rag.engine.observer import StepReport
 from reader_rag.engine.sequence import DecodeSequence
 from reader_rag.model.compiled.weights import padded
 from reader_rag.model.interface import Asked, Passed, Step
-from reader_rag.sampling.topk import TopK, fetch_top_k
+from reader_rag.sampling.topk import fetch_top_k
 from reader_rag.util.out_of_memory import is_out_of_memory
 
 AskedPositions = dict[DecodeSequence, NDArray[np.int32]]
@@ -30,16 +30,12 @@ class _Verified(NamedTuple):
     """What a pass computed for one sequence.
 
     Attributes:
-        logits: [1 + nodes, vocabulary].
-        top: Their best tokens; None: not computed yet.
-        asked: [n, vocabulary], logits of the positions asked for; None: none were.
-        asked_top: Their best tokens; None: not computed yet.
+        tree: Of its draft.
+        asked: Of the positions of its prompt that were asked for; None: none were.
     """
 
-    logits: torch.Tensor
-    top: TopK | None
-    asked: torch.Tensor | None = None
-    asked_top: TopK | None = None
+    tree: Passed
+    asked: Passed | None = None
 
 
 @torch.inference_mode()
@@ -69,10 +65,10 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
         before = time.perf_counter()
         try:
             if found.asked is not None:
-                sequence.learn_asked(asked[sequence], found.asked, found.asked_top)
-            sequence.learn(trees[sequence], found.logits, found.top)
+                sequence.learn_asked(asked[sequence], found.asked)
+            sequence.learn(trees[sequence], found.tree)
             learned[sequence] = time.perf_counter() - before
-            emitted[sequence], sources = sequence.accept(trees[sequence], found.logits, found.top)
+            emitted[sequence], sources = sequence.accept(trees[sequence], found.tree)
             accepted.append(sources)
         except BaseException as error:
             failed[sequence] = error
@@ -190,7 +186,10 @@ def _verified(
     failed: dict[DecodeSequence, BaseException],
 ) -> dict[DecodeSequence, _Verified]:
     """The logits of each sequence's tree. Where the pass fails, each is tried alone to find the one that makes it."""
-    steps = {sequence: Step(sequence.root, tree, sequence.cache, sequence.outputs) for sequence, tree in trees.items()}
+    steps = {
+        sequence: Step(sequence.root, tree, sequence.cache, sequence.outputs, sequence.request.draw)
+        for sequence, tree in trees.items()
+    }
     if len(steps) > 1:
         try:
             return _pass_over(context, steps, asked)
@@ -211,9 +210,9 @@ def _pass_over(
 ) -> dict[DecodeSequence, _Verified]:
     asking = [sequence for sequence in steps if sequence in asked]
     found = _passed(context, steps, [Asked(sequence.prompt_states, asked[sequence]) for sequence in asking])
-    verified = {sequence: _Verified(*one) for sequence, one in zip(steps, found[: len(steps)], strict=True)}
-    for sequence, (rows, top) in zip(asking, found[len(steps) :], strict=True):
-        verified[sequence] = verified[sequence]._replace(asked=rows, asked_top=top)
+    verified = {sequence: _Verified(one) for sequence, one in zip(steps, found[: len(steps)], strict=True)}
+    for sequence, one in zip(asking, found[len(steps) :], strict=True):
+        verified[sequence] = verified[sequence]._replace(asked=one)
     return verified
 
 

@@ -17,6 +17,7 @@ from reader_rag.kv_cache.hidden_states import HiddenStates
 from reader_rag.kv_cache.layer_states import LayerOutputs
 from reader_rag.model.compiled.forward import CpuForward
 from reader_rag.model.fixed_shape import FixedShape
+from reader_rag.sampling.noise import Draw
 from reader_rag.sampling.topk import TopK
 
 
@@ -29,12 +30,14 @@ class Step:
         tree: Candidate continuations.
         cache: The committed sequence.
         outputs: Receives the outputs of chosen layers at the root and at each node; None: they are dropped.
+        draw: How tokens are drawn, where a pass may draw them; None: it draws none.
     """
 
     root: int
     tree: DraftTree
     cache: Any
     outputs: LayerOutputs | None = None
+    draw: Draw | None = None
 
 
 class Passed(NamedTuple):
@@ -43,10 +46,12 @@ class Passed(NamedTuple):
     Attributes:
         logits: [1 + nodes, vocabulary], after the root and after each node.
         top: Their best tokens; None: not computed yet.
+        drawn: [1 + nodes], the token that `Step.draw` draws after each of them; None: the pass drew none.
     """
 
     logits: torch.Tensor
     top: TopK | None
+    drawn: list[int] | None = None
 
 
 class Asked(NamedTuple):

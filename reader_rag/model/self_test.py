@@ -65,6 +65,7 @@ def _verifies(
     rows = target.verify(root, tree, cache)
     cache.commit(list(paths[-1]))
     after = target.verify(last, DraftTree.empty(), cache)
+    cache.release()
 
     got, expected = [], []
     for path in paths:

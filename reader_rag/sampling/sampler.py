@@ -11,10 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import TemperatureLogitsWarper
 
 from reader_rag.config import SamplingParams
 from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import CallbackError, ConfigError, ScoresError
+from reader_rag.sampling.noise import Draw, perturbed
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A `LogitsProcessor` of `transformers`, or a function like it: token ids [1, length] and scores float32
@@ -30,12 +32,15 @@ class Verified:
         tree: The draft tree.
         sequence: int32 [length], prompt and output up to the root, the root included.
         argmax: [1 + nodes], the most probable token after each node; None: not computed yet.
+        drawn: [1 + nodes], the token that `ProcessedSampler.draw` draws after each node, -1 where its score is NaN or
+            minus infinity; None: the pass drew none.
     """
 
     logits: torch.Tensor
     tree: DraftTree
     sequence: NDArray[np.int32]
     argmax: Sequence[int] | None = None
+    drawn: Sequence[int] | None = None
 
     def position(self, row: int) -> int:
         """The absolute position of the token that follows a row (0: the root, n: node n - 1)."""
@@ -94,15 +99,11 @@ def _chosen(token: int, possible: Any) -> int:
     return token
 
 
-_FEW = 4
-"""If fewer than one token in this many is possible, noise is computed for the possible tokens only."""
-
-
 class ProcessedSampler:
     """The most probable token, or a draw, after processors have changed the scores.
 
-    `argmax(log p + g)` with Gumbel noise g is a draw from p. The noise is a function of (seed, position) alone, from a
-    counter-based generator, so that drafted and plain decoding of one seed draw the same tokens.
+    `argmax(log p + g)` with Gumbel noise g is a draw from p. The noise is a function of (seed, position, token) alone
+    (`noise`), so that drafted and plain decoding of one seed draw the same tokens.
 
     Args:
         processors: Applied in order to the scores of each visited row, with that row's true prefix.
@@ -110,20 +111,30 @@ class ProcessedSampler:
 
     Attributes:
         seed: As given.
+        draw: How tokens are drawn where scores are changed by a temperature at most, so that a pass can draw them
+            itself; None: there are other processors, or nothing is drawn.
     """
 
     def __init__(self, processors: Sequence[Processor], seed: int | None = None) -> None:
         self._processors = tuple(processors)
         self.seed = seed
+        self.draw: Draw | None = None
+        temperatures = [one.temperature for one in processors if type(one) is TemperatureLogitsWarper]
+        if seed is not None and len(processors) == len(temperatures) <= 1:
+            self.draw = Draw(seed, *temperatures)
 
     def __call__(self, verified: Verified) -> Callable[[int], int]:
         """Choose tokens row by row; arguments and result of a `Sampler`."""
         return lambda row: self._choose(verified, row)
 
     def _choose(self, verified: Verified, row: int) -> int:
-        scores = self.perturbed(verified, row)
-        token = int(scores.argmax())
-        if not scores[token] > -torch.inf:
+        if self.draw is not None and verified.drawn is not None:
+            token, possible = verified.drawn[row], verified.drawn[row] >= 0
+        else:
+            scores = self.perturbed(verified, row)
+            token = int(scores.argmax())
+            possible = bool(scores[token] > -torch.inf)
+        if not possible:
             names = ", ".join(type(processor).__name__ for processor in self._processors)
             raise ScoresError(
                 f"no token can be chosen: all scores are NaN or minus infinity after the logits processors ({names}); "
@@ -133,19 +144,13 @@ class ProcessedSampler:
 
     def perturbed(self, verified: Verified, row: int) -> torch.Tensor:
         """float32 [vocabulary], whose argmax is the chosen token: `scores` plus the noise of the row's position."""
-        scores = self.scores(verified, row)
         if self.seed is None:
-            return scores
-        position, size = verified.position(row), len(scores)
-        if scores.device.type == "cpu":
-            # No noise changes a score of minus infinity.
-            possible = (scores != -torch.inf).nonzero()[:, 0]
-            if len(possible) < size // _FEW:
-                drawn = torch.full_like(scores, -torch.inf)
-                noise = gumbel(self.seed, position, size, possible.numpy())
-                drawn[possible] = scores[possible] + torch.from_numpy(noise)
-                return drawn
-        return scores + torch.from_numpy(gumbel(self.seed, position, size)).to(scores.device)
+            return self.scores(verified, row)
+        if self.draw is None:
+            scores, draw = self.scores(verified, row).float(), Draw(self.seed, 1.0)
+        else:
+            scores, draw = verified.logits[row].float(), self.draw
+        return perturbed(scores, draw, verified.position(row))
 
     def scores(self, verified: Verified, row: int) -> torch.Tensor:
         """float32 [vocabulary], the scores of a row after all processors.
@@ -203,29 +208,6 @@ class CheckedSampler:
             return int(token)
 
         return checked
-
-
-def gumbel(
-    seed: int, position: int, size: int, wanted: NDArray[np.int64] | None = None
-) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Gumbel noise, the same for the same arguments on every machine.
-
-    Args:
-        seed: 0..2**64-1.
-        position: Absolute position of the token drawn.
-        size: Vocabulary size.
-        wanted: int64 [n], tokens whose noise is needed; None: all.
-
-    Returns:
-        float32 [size], or [n] those of `wanted`.
-    """
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64)))
-    uniform = generator.random(size)
-    if wanted is not None:
-        uniform = uniform[wanted]
-    with np.errstate(divide="ignore"):  # a uniform 0.0 (once in 2**53) is -inf: never drawn, as it should be
-        noise: np.ndarray[tuple[int], np.dtype[np.float32]] = -np.log(-np.log(uniform)).astype(np.float32)
-    return noise
 
 
 def make_sampler(params: SamplingParams, processors: Sequence[Any] = ()) -> Sampler:

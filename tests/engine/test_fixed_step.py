@@ -60,6 +60,7 @@ def told(answers: list[Generation]) -> list[Any]:
 def test_batches_of_all_samplers(fixed: Engine, dynamic: Engine, count: int) -> None:
     kinds = [
         SamplingParams(max_tokens=40),
+        SamplingParams(max_tokens=30, temperature=0.4, seed=2**63 + 5),
         SamplingParams(max_tokens=25, temperature=0.8, top_p=0.9, seed=3),
         SamplingParams(max_tokens=40, repetition_penalty=1.2),
         SamplingParams(max_tokens=12, speculate=False),
@@ -96,11 +97,24 @@ class _Steps(Observer):
         self.copies.append((self._step.passes, moved.to_device_calls, moved.to_host_calls))
 
 
-@pytest.mark.parametrize(("options", "to_host"), [({}, 1), ({"temperature": 0.8, "seed": 1}, 2), ({"logprobs": 2}, 2)])
-def test_copies_of_a_step(fixed: Engine, options: dict[str, Any], to_host: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "to_host"),
+    [
+        ({}, 1),
+        ({"temperature": 0.8, "seed": 1}, 1),
+        ({"temperature": 1.0}, 1),
+        ({"temperature": 0.8, "top_p": 0.9}, 2),
+        ({"temperature": 0.8, "repetition_penalty": 1.1}, 2),
+        ({"repetition_penalty": 1.1}, 2),
+        ({"logprobs": 2}, 2),
+        ({"temperature": 0.8, "logprobs": 2}, 2),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 4])
+def test_copies_of_a_step(fixed: Engine, options: dict[str, Any], to_host: int, count: int) -> None:
     steps = _Steps(step_of(fixed))
     fixed.observers.append(steps)
-    fixed.generate(prompts(fixed, 4), SamplingParams(max_tokens=20, **options))
+    fixed.generate(prompts(fixed, count), SamplingParams(max_tokens=20, **options))
     fixed.observers.remove(steps)
     assert len(steps.copies) > 3
     for before, after in zip(steps.copies, steps.copies[1:], strict=False):

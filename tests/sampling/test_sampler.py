@@ -12,7 +12,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from reader_rag.config import SamplingParams
 from reader_rag.draft import DraftTree
 from reader_rag.errors import ConfigError
-from reader_rag.sampling.sampler import ProcessedSampler, Processor, Verified, greedy, gumbel, make_sampler
+from reader_rag.sampling.noise import gumbel
+from reader_rag.sampling.sampler import ProcessedSampler, Processor, Verified, greedy, make_sampler
 
 LOGITS = torch.tensor([1.0, 0.0, 2.0, -1.0, 1.5])
 DRAWS = 8_000
@@ -101,9 +102,14 @@ def test_a_processor_that_returns_no_scores_is_named(wrong: Processor) -> None:
 
 
 def test_the_noise_is_the_same_on_every_machine() -> None:
-    assert gumbel(0, 0, 4).tolist() == pytest.approx([-1.495452, -0.351137, -0.785907, 0.558675], abs=1e-6)
-    assert gumbel(7, 100, 4).tolist() == pytest.approx([-0.321788, 0.062838, 1.412299, 0.732894], abs=1e-6)
-    assert gumbel(2**64 - 1, 5, 2).tolist() == pytest.approx([-1.062257, 0.40172], abs=1e-6)
+    assert gumbel(0, 0, 4).tolist() == [
+        0.6748406887054443,
+        -0.7535874843597412,
+        -0.285719633102417,
+        0.07247376441955566,
+    ]
+    assert gumbel(7, 100, 3).tolist() == [-1.468550205230713, -0.9935727119445801, 0.3808560371398926]
+    assert gumbel(2**64 - 1, 5, 2).tolist() == [0.3290896415710449, -0.3878962993621826]
 
 
 def test_the_noise_depends_on_seed_and_position_alone() -> None:
@@ -135,7 +141,7 @@ def test_a_draw_depends_on_its_logits_seed_and_position_not_on_its_row() -> None
 
 
 def test_draws_are_pinned() -> None:
-    assert draws(ProcessedSampler([], seed=0), LOGITS, range(12)) == [4, 2, 4, 2, 2, 2, 4, 4, 0, 2, 0, 2]
+    assert draws(ProcessedSampler([], seed=0), LOGITS, range(12)) == [2, 2, 0, 1, 2, 2, 0, 2, 2, 2, 2, 0]
 
 
 @pytest.mark.parametrize(

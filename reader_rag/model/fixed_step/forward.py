@@ -14,6 +14,7 @@ from reader_rag.model.fixed_step.inputs import InputBuffer
 from reader_rag.model.fixed_step.masks import step_masks
 from reader_rag.model.fixed_step.shapes import StepShape
 from reader_rag.model.layer_hooks import noting
+from reader_rag.sampling.noise import DeviceTable, DrawInputs, drawn_tokens
 from reader_rag.sampling.topk import ranked_tokens
 
 
@@ -22,7 +23,8 @@ class StepOutputs(NamedTuple):
 
     Attributes:
         logits: [rows, width, vocabulary].
-        ranked: int32 [rows, width, 1 + best], the result of `ranked_tokens`.
+        ranked: int32 [rows, width, 1 + best + 1], the result of `ranked_tokens`, and the token drawn; where none is,
+            the most probable one.
         hidden: [layers, rows, width, size], outputs of the shape's layers; empty without any.
     """
 
@@ -61,6 +63,7 @@ class StepForward:
         self._cache = cache
         self._inputs = inputs
         self._layers = layers
+        self._noise = DeviceTable.on(model.device)
         self.has_moved = False
 
     @torch.inference_mode()
@@ -89,6 +92,11 @@ class StepForward:
         finally:
             cache.slots = None
         logits: torch.Tensor = output.logits
-        ranked = ranked_tokens(logits.flatten(0, 1)).to(torch.int32).view(shape.rows, shape.width, -1)
+        flat = logits.flatten(0, 1)
+        ranked = ranked_tokens(flat)
+        drawn = ranked[:, :1]
+        if shape.draws:
+            drawn = drawn_tokens(flat, DrawInputs.of(inputs.draws, inputs.positions + 1), self._noise)
+        ranked = torch.cat([ranked, drawn], dim=1).to(torch.int32).view(shape.rows, shape.width, -1)
         states = [found[layer] for layer in shape.layers]
         return StepOutputs(logits, ranked, torch.stack(states) if states else logits.new_empty(0))

@@ -13,18 +13,22 @@ from reader_rag.draft.prompt_successors import ASKED
 from reader_rag.draft.tree import DraftTree
 from reader_rag.model.fixed_step.shapes import MOST_POSITIONS, MOST_ROWS, StepShape
 from reader_rag.model.fixed_step.transfers import HostBuffer, Transfers
+from reader_rag.sampling.noise import Draw
 
 _FIELDS = 6
 """Integers of a position."""
+_OF_ROW = 3
+"""Integers of a sequence: its length, its seed, its temperature."""
 _BITS = 64
 """Positions that one integer says of whether they are seen."""
 
 
 class StepInputs(NamedTuple):
-    """Views of the buffer on the device, int64 [rows, width] each but `lengths`.
+    """Views of the buffer on the device, int64 [rows, width] each but the first two.
 
     Attributes:
         lengths: [rows, 1], committed positions of each sequence.
+        draws: [2, rows], `Draw.words` of each sequence; zeros: it takes the most probable tokens.
         tokens: Token ids.
         positions: Positions in the text: committed ones plus depth in the tree.
         visible: Bit n: the position sees the n-th one of its sequence in this pass.
@@ -34,6 +38,7 @@ class StepInputs(NamedTuple):
     """
 
     lengths: torch.Tensor
+    draws: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
     visible: torch.Tensor
@@ -50,12 +55,14 @@ class RowInput(NamedTuple):
         tree: Its draft.
         length: Committed positions.
         moves: Columns that the last pass's commit moves, (from, to).
+        draw: How its tokens are drawn; None: the most probable ones are taken.
     """
 
     root: int
     tree: DraftTree
     length: int
     moves: Sequence[tuple[int, int]]
+    draw: Draw | None = None
 
 
 class InputBuffer:
@@ -69,7 +76,7 @@ class InputBuffer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        size = MOST_POSITIONS * _FIELDS + MOST_ROWS * (1 + ASKED)
+        size = MOST_POSITIONS * _FIELDS + MOST_ROWS * (_OF_ROW + ASKED)
         self._host = HostBuffer(size, device)
         self.device = torch.zeros(size, dtype=torch.int64, device=device)
 
@@ -93,19 +100,22 @@ class InputBuffer:
         Returns:
             `asked` on the device, int64.
         """
-        size = shape.rows * (1 + _FIELDS * shape.width)
-        values = self._host.values[:size]
-        lengths = values[: shape.rows]
-        tokens, positions, visible, columns, sources, targets = values[shape.rows :].reshape(
+        size = shape.rows * (_OF_ROW + _FIELDS * shape.width)
+        values, of_rows = self._host.values[:size], shape.rows * _OF_ROW
+        lengths, seeds, temperatures = values[:of_rows].reshape(_OF_ROW, shape.rows)
+        tokens, positions, visible, columns, sources, targets = values[of_rows:].reshape(
             _FIELDS, shape.rows, shape.width
         )
         # Rows that take no part compute token 0 behind one position, and write to the scratch column.
         lengths[:] = 1
+        seeds[:] = temperatures[:] = 0
         tokens[:] = positions[:] = visible[:] = 0
         columns[:] = sources[:] = targets[:] = scratch
         for row, part in rows.items():
             at = row - shape.first
             lengths[at] = part.length
+            if part.draw is not None:
+                seeds[at], temperatures[at] = part.draw.words
             tokens[at], depths, visible[at] = padded_tree(part.root, part.tree, shape.width)
             positions[at] = depths + part.length
             columns[at] = np.arange(part.length, part.length + shape.width)
@@ -121,9 +131,10 @@ class InputBuffer:
 
     def views(self, shape: StepShape) -> StepInputs:
         """The inputs of a step on the device."""
-        values = self.device[: shape.rows * (1 + _FIELDS * shape.width)]
-        fields = values[shape.rows :].view(_FIELDS, shape.rows, shape.width)
-        return StepInputs(values[: shape.rows, None], *fields.unbind())
+        values, of_rows = self.device[: shape.rows * (_OF_ROW + _FIELDS * shape.width)], shape.rows * _OF_ROW
+        fields = values[of_rows:].view(_FIELDS, shape.rows, shape.width)
+        rows = values[:of_rows].view(_OF_ROW, shape.rows)
+        return StepInputs(rows[0, :, None], rows[1:], *fields.unbind())
 
 
 def padded_tree(

@@ -28,6 +28,7 @@ class StepShape(NamedTuple):
         generation: Of the cache's buffers: a recorded pass refers to their addresses.
         moves: Whether it moves what the last step accepted; behind plain steps and chains nothing is to be moved.
         layers: Layers whose outputs it hands out, as in `LayerStates`.
+        draws: Whether it draws tokens for some sequences.
     """
 
     first: int
@@ -37,6 +38,7 @@ class StepShape(NamedTuple):
     generation: int
     moves: bool = False
     layers: tuple[int, ...] = ()
+    draws: bool = False
 
     @property
     def positions(self) -> int:
@@ -75,12 +77,12 @@ def step_bytes(vocabulary: int, logits_size: int, ranked: int, hidden: int = 0) 
     Args:
         vocabulary: Tokens that the model scores.
         logits_size: Bytes of a score.
-        ranked: Tokens of each position that are ranked.
+        ranked: Tokens of each position that are ranked, and the one chosen.
         hidden: Bytes of the outputs of layers of a position, over all numbers of layers that passes hand out.
 
     Returns:
         `MOST_POSITIONS` times what a position has: 6 inputs of 8 bytes, scores, ranked tokens of 4 bytes, hidden
-        states; and for each of `MOST_ROWS` sequences 8 bytes for its length and each position of its prompt that it
-        asks for.
+        states; and for each of `MOST_ROWS` sequences 8 bytes for its length, its seed, its temperature, and each
+        position of its prompt that it asks for.
     """
-    return MOST_POSITIONS * (6 * 8 + vocabulary * logits_size + 4 * ranked + hidden) + 8 * MOST_ROWS * (1 + ASKED)
+    return MOST_POSITIONS * (6 * 8 + vocabulary * logits_size + 4 * ranked + hidden) + 8 * MOST_ROWS * (3 + ASKED)

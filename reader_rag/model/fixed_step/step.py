@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from reader_rag.kv_cache.fixed_cache import FixedCache, power_of_two
@@ -158,7 +159,7 @@ class FixedStep:
                 indexes = [shape.layers.index(layer) for layer in step.outputs.layers]
                 step.outputs.receive(torch.stack([outputs.hidden[n, row, :count] for n in indexes], dim=1))
         states = [one.states.take(indexes) for one, indexes in zip(asked, places_asked, strict=True)]
-        return self._passed(outputs, places, self._head(states), wanted)
+        return self._passed(steps, outputs, places, self._head(states), wanted)
 
     def prepare(
         self, steps: Sequence[Step], asked: Sequence[NDArray[np.integer]] = ()
@@ -180,7 +181,7 @@ class FixedStep:
         if shape is None:
             return None, [], []
         parts = {
-            row: RowInput(step.root, step.tree, step.cache.length, self.cache.moves_of(row))
+            row: RowInput(step.root, step.tree, step.cache.length, self.cache.moves_of(row), step.draw)
             for row, step in zip(rows, steps, strict=True)
         }
         return shape, rows, self.inputs.fill(shape, parts, self.cache.columns, self.transfers, asked)
@@ -190,18 +191,19 @@ class FixedStep:
         rows = self._joined(steps) if self._takes(steps) else None
         if rows is None:
             return None, []
-        layers = wanted_layers([step.outputs for step in steps])
+        layers, draws = wanted_layers([step.outputs for step in steps]), any(step.draw is not None for step in steps)
         longest = max(step.cache.length for step in steps)
         if self._fixed is not None:
             shown = self._fixed.shown(longest)
-            return StepShape(rows[0], 1, self._fixed.width, shown, self.cache.generation, layers=layers), rows
+            generation = self.cache.generation
+            return StepShape(rows[0], 1, self._fixed.width, shown, generation, layers=layers, draws=draws), rows
         count = power_of_two(max(rows) + 1)
         moves = max(len(self.cache.moves_of(row)) for row in rows)
         width = width_for(max(moves, *(len(step.tree) + 1 for step in steps)))
         if width > widest(count):
             return None, []
         shown = shown_for(longest + width)
-        return StepShape(0, count, width, shown, self.cache.generation, moves > 0, layers), rows
+        return StepShape(0, count, width, shown, self.cache.generation, moves > 0, layers, draws), rows
 
     def _takes(self, steps: Sequence[Step]) -> bool:
         """Whether there is a shape for steps, if their sequences fit the cache."""
@@ -225,13 +227,16 @@ class FixedStep:
 
     def _passed(
         self,
+        steps: Sequence[Step],
         outputs: StepOutputs,
         places: Sequence[tuple[int, int]],
         asked: Sequence[torch.Tensor],
         wanted: Sequence[bool],
     ) -> list[Passed]:
         """The outputs of each sequence: (row of the pass, positions)."""
-        ranked = [outputs.ranked.flatten(0, 1), *(ranked_tokens(logits).to(torch.int32) for logits in asked)]
+        # Behind the ranked tokens, one column for what was drawn.
+        of_asked = (functional.pad(ranked_tokens(logits).to(torch.int32), (0, 1)) for logits in asked)
+        ranked = [outputs.ranked.flatten(0, 1), *of_asked]
         tokens = self.transfers.to_host(ranked[0] if len(ranked) == 1 else torch.cat(ranked))
         logits = [outputs.logits[row, :count] for row, count in places]
         chosen = [n for n, needed in enumerate(wanted) if needed]
@@ -240,10 +245,12 @@ class FixedStep:
                 logits[n] = part
         passed = []
         width = outputs.ranked.shape[1]
-        for (row, count), scores in zip(places, logits, strict=True):
-            passed.append(Passed(scores, top_k_of(tokens[row * width : row * width + count])))
+        for (row, count), scores, step in zip(places, logits, steps, strict=True):
+            found = tokens[row * width : row * width + count]
+            drawn = None if step.draw is None else [int(token) for token in found[:, -1]]
+            passed.append(Passed(scores, top_k_of(found[:, :-1]), drawn))
         start = len(ranked[0])
         for scores in asked:
-            passed.append(Passed(scores, top_k_of(tokens[start : start + len(scores)])))
+            passed.append(Passed(scores, top_k_of(tokens[start : start + len(scores), :-1])))
             start += len(scores)
         return passed

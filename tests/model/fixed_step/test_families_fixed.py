@@ -87,10 +87,10 @@ def test_a_pass_has_no_data_dependent_call(name: str) -> None:
         assert cache.join([own], 64) == [0]
         inputs.device = mode.from_tensor(inputs.device)
         forward = StepForward(target.model, target.kinds, target.to_backend, cache, inputs, target.layers)
-        for shape in (StepShape(0, 1, 1, 64, 1), StepShape(0, 1, 16, 128, 1, moves=True, layers=(1,))):
+        for shape in (StepShape(0, 1, 1, 64, 1), StepShape(0, 1, 16, 128, 1, moves=True, layers=(1,), draws=True)):
             outputs = forward(shape)
             assert outputs.logits.shape == (1, shape.width, VOCABULARY)
-            assert outputs.ranked.shape == (1, shape.width, 9)
+            assert outputs.ranked.shape == (1, shape.width, 10)
 
 
 @pytest.mark.parametrize("name", GROUPED)

@@ -13,6 +13,7 @@ from call_recorder import CallRecorder
 from fixed_targets import Twins, fixed_target, run_and_check, some_steps
 from random_trees import random_tree
 from tiny_models import VOCABULARY, make_model
+from transformers import TemperatureLogitsWarper
 
 from reader_rag.draft import DraftTree
 from reader_rag.kv_cache.hidden_states import HiddenStates
@@ -25,11 +26,27 @@ from reader_rag.model.fixed_step.shapes import MOST_POSITIONS, StepShape, shown_
 from reader_rag.model.fixed_step.step import FixedStep
 from reader_rag.model.interface import Asked, Step
 from reader_rag.model.target import Target
+from reader_rag.sampling.noise import Draw
+from reader_rag.sampling.sampler import ProcessedSampler, Verified
 
 
 @pytest.fixture(scope="module")
 def dynamic() -> Target:
     return Target(make_model("Llama"), forward="torch")
+
+
+def strict_step(target: Target, recorder: CallRecorder | None = None) -> FixedStep:
+    """A fixed step of strict mode, without its self-test: the shapes that keep bits are others on other CPUs."""
+    return FixedStep(
+        target.model,
+        target.kinds,
+        target.to_backend,
+        recorder=recorder,
+        fixed=target.fixed,
+        position_bytes=target.position_bytes,
+        capacity=target.capacity,
+        head=target.logits_of,
+    )
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "Llama4Text", "GPT2"])
@@ -188,15 +205,7 @@ def test_a_refused_step_is_prepared_once_and_copied_out_only_by_the_dynamic_step
 
 def test_sequences_of_strict_mode_stay_in_the_fixed_cache(dynamic: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(make_model("Llama"), FixedShape(), forward="torch")
-    step = FixedStep(  # without its self-test: the shapes that keep bits are others on other CPUs
-        target.model,
-        target.kinds,
-        target.to_backend,
-        fixed=target.fixed,
-        position_bytes=target.position_bytes,
-        capacity=target.capacity,
-        head=target.logits_of,
-    )
+    step = strict_step(target)
     twins, counts = [Twins(target, dynamic, n, 9 + 5 * n) for n in range(3)], _Counts(step, monkeypatch)
     for round_ in range(3):
         steps = [Step(3 + n, DraftTree.from_chain([5, 6, 7]), twin.fixed) for n, twin in enumerate(twins)]
@@ -299,6 +308,60 @@ def test_a_step_is_one_copy_to_the_device_and_one_from_it(count: int, dynamic: T
     assert (moved.to_device_calls - before[0], moved.to_host_calls - before[1]) == (2, 3)
 
 
+@pytest.mark.parametrize("recorder", [None, CallRecorder()], ids=["called", "replayed"])
+@pytest.mark.parametrize("fixed", [None, FixedShape()], ids=["batch", "strict"])
+def test_the_pass_draws_what_the_host_would(recorder: CallRecorder | None, fixed: FixedShape | None) -> None:
+    target, step = fixed_target(recorder=recorder) if fixed is None else (None, None)
+    if target is None or step is None:
+        target = Target(make_model("Llama"), fixed, forward="torch")
+        step = strict_step(target, recorder)
+    draws = [Draw(2**64 - 5, 0.7), None, Draw(3)]
+    twins = [Twins(target, target, n, 9 + 5 * n) for n in range(3)]
+    moved = step.transfers
+    for round_ in range(8):
+        one = DraftTree.from_chain([5, 6, 7]) if fixed is not None else random_tree(round_ % 3, 5, VOCABULARY)
+        steps = [Step(round_, one, twin.fixed, draw=draw) for twin, draw in zip(twins, draws, strict=True)]
+        before = moved.to_device_calls, moved.to_host_calls
+        passed = step.run(steps)
+        assert passed is not None
+        copies = 1 if fixed is None else 3
+        compared = recorder is not None and step.graphs.recorded
+        assert moved.to_device_calls - before[0] == copies
+        assert moved.to_host_calls - before[1] == copies or compared
+        for twin, draw, found in zip(twins, draws, passed, strict=True):
+            assert found.top is not None
+            if draw is None:
+                assert found.drawn is None
+                continue
+            text = np.zeros(twin.fixed.length + 1, np.int32)
+            sampler = ProcessedSampler([TemperatureLogitsWarper(draw.temperature)], draw.seed)
+            assert sampler.draw == draw
+            choose = sampler(Verified(found.logits, one, text))
+            assert found.drawn == [choose(row) for row in range(len(one) + 1)]
+            assert found.drawn != found.top.argmax
+        for twin in twins:
+            twin.fixed.commit([0, 1])
+    assert (step.graphs.replays > 0) == (recorder is not None)
+
+
+def test_a_row_without_a_token_is_known_as_one(dynamic: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, step = fixed_target()
+    twin, forward = Twins(target, dynamic, 1, 9), target.model.forward
+
+    def spoiled(*given: Any, **named: Any) -> Any:
+        output = forward(*given, **named)
+        output.logits[:, 0] = torch.nan
+        return output
+
+    monkeypatch.setattr(target.model, "forward", spoiled)
+    passed = step.run([Step(1, DraftTree.from_chain([2]), twin.fixed, draw=Draw(1))])
+    assert passed is not None
+    drawn = passed[0].drawn
+    assert drawn is not None
+    assert drawn[0] == -1
+    assert drawn[1] >= 0
+
+
 def test_data_dependent_calls_are_found_with_their_line() -> None:
     values = torch.arange(4)
     assert data_dependent_call(lambda: values + 1) is None
@@ -325,5 +388,5 @@ def test_the_buffers_have_the_bytes_of_the_formula() -> None:
     buffers = cache.allocated(step.forward(shape))
     inputs = step.inputs.device
     total = sum(buffer.nbytes for buffer in (*buffers, inputs))
-    assert total == step_bytes(VOCABULARY, 4, 9, 2 * 32 * 4)
+    assert total == step_bytes(VOCABULARY, 4, 10, 2 * 32 * 4)
     assert buffers.logits.shape[0] == MOST_POSITIONS
