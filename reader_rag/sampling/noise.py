@@ -147,10 +147,9 @@ def perturbed(scores: torch.Tensor, draw: Draw, position: int) -> torch.Tensor:
         position: Absolute position of the token drawn.
     """
     if scores.device.type != "cpu":
-        made = {"size": (1, 1), "device": scores.device}
-        seeds = torch.full(fill_value=_signed(draw.seed), dtype=torch.int64, **made)
-        positions = torch.full(fill_value=position, dtype=torch.int64, **made)
-        temperatures = torch.full(fill_value=draw.temperature, dtype=torch.float32, **made)
+        seeds = torch.full((1, 1), _signed(draw.seed), dtype=torch.int64, device=scores.device)
+        positions = torch.full((1, 1), position, dtype=torch.int64, device=scores.device)
+        temperatures = torch.full((1, 1), draw.temperature, dtype=torch.float32, device=scores.device)
         return perturbed_rows(scores[None], DrawInputs(seeds, temperatures, positions), _kept(scores.device))[0]
     given = scores.detach().contiguous().numpy()
     out = np.empty_like(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Prompt
 from reader_rag.errors import ReaderWarning, UnsupportedModelError
 from reader_rag.model import select_target as select_target
-from reader_rag.model.interface import prefill
+from reader_rag.model.interface import Step, prefill
 from reader_rag.model.plain_target import PlainTarget
 from reader_rag.model.profile import successors as profiling
 from reader_rag.model.self_test import decodes_plainly, keeps_bits, verifies_chains
@@ -161,13 +162,13 @@ def test_models_whose_attention_goes_by_the_slot_draft_chains_and_say_so(
     engine, notes = made(make_model(name))
     assert len(notes) == 1
     assert "drafts have no branches" in notes[0]
-    verify, verified = engine.target.verify, []
+    verify, verified = engine.target.verify_batch, list[DraftTree]()
 
-    def recorded(root: int, tree: DraftTree, *others: Any) -> torch.Tensor:
-        verified.append(tree)
-        return verify(root, tree, *others)
+    def recorded(steps: Sequence[Step], *others: Any) -> list[torch.Tensor]:
+        verified.extend(step.tree for step in steps)
+        return verify(steps, *others)
 
-    monkeypatch.setattr(engine.target, "verify", recorded)
+    monkeypatch.setattr(engine.target, "verify_batch", recorded)
     answer(engine, prompt_of(40))
     assert max(len(tree) for tree in verified) > 4
     assert all(tree.parents.tolist() == list(range(-1, len(tree) - 1)) for tree in verified)
