@@ -334,6 +334,13 @@ class FixedCache(Cache):
             assert row is not None
             self._moves.pop(row, None)
 
+    def roll_back(self, sequence: TreeCache, length: int) -> None:
+        """Drop committed positions of a sequence from this one on; those that stay are moved into place."""
+        with self.lock:
+            row = self.row_of(sequence)
+            assert row is not None
+            self._apply_moves(row)
+
     @torch.inference_mode()
     def states(self, sequence: TreeCache, start: int, stop: int) -> States:
         """Copies of the keys and values of committed positions `start` to `stop - 1` of a sequence."""

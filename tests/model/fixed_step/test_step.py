@@ -235,6 +235,19 @@ def test_a_sequence_that_cannot_be_copied_out_stays_in_the_fixed_cache(
     run_and_check(step, [twin], 2)
 
 
+def test_a_sequence_in_the_fixed_step_is_rolled_back(dynamic: Target) -> None:
+    target, step = fixed_target()
+    twin = Twins(target, dynamic, 1, 20)
+    tree = DraftTree.of([7, 8, 9, 10], [-1, -1, 1, 2], [1, 1, 2, 3], np.full(4, 0.5))
+    one = Step(5, tree, twin.fixed)
+    (passed,) = step.run([one]) or ()
+    twin.check(one, passed, 3)  # its nodes are not in a row: they are moved by the next pass
+    assert step.cache.moves_of(0)
+    for cache in (twin.fixed, twin.dynamic):
+        cache.roll_back(22)
+    run_and_check(step, [twin], 3)
+
+
 def test_a_sequence_in_the_fixed_step_goes_to_the_prefix_cache(dynamic: Target) -> None:
     target, step = fixed_target()
     twin = Twins(target, dynamic, 1, 30)
