@@ -184,7 +184,7 @@ def is_count(value: Any) -> TypeGuard[int]:
 def _checked_url(url: str) -> str:
     try:
         parts = httpx.URL(url)
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, TypeError) as error:  # TypeError: no string
         raise ConfigError(
             f"{url!r} is not the address of a server ({error}); an example is http://localhost:8000/v1"
         ) from error

@@ -116,7 +116,9 @@ class Settings:
                 value = tuple(value) if isinstance(value, list) else dict(value)
                 object.__setattr__(self, name, value)
             if not _fits(value, annotation, about):
-                raise ConfigError(f"{name} must be {_expected(annotation, about)}, not {_shown(value)}")
+                raise ConfigError(f"{name} must be {_expected(annotation, about)}, not {shown(value)}")
+            if (plain := _plain(value)) is not value:
+                object.__setattr__(self, name, plain)
 
     @classmethod
     def of(cls, values: Mapping[str, Any], base: Self | None = None) -> Self:
@@ -184,12 +186,31 @@ def _fits(value: Any, annotation: Any, about: Setting) -> bool:
     return isinstance(value, annotation)
 
 
-def _shown(value: Any) -> str:
-    """A value in a message; Python refuses to write integers of thousands of digits."""
+def _plain(value: Any) -> Any:
+    """A value with Python's own numbers: those of numpy overflow, and other libraries refuse them."""
+    if isinstance(value, (bool, str)) or type(value) in (int, float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in a message.
+
+    Args:
+        value: Anything. Python refuses to write integers of thousands of digits, and objects may fail at it.
+    """
     try:
         text = repr(value)
-    except ValueError:
-        return f"a very long {type(value).__name__}"
+    except Exception:
+        return f"a very long {type(value).__name__}" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
 
 

@@ -16,7 +16,7 @@ from reader_rag.datastore.manifest import (
     read_datastore_manifest,
     write_datastore_manifest,
 )
-from reader_rag.datastore.namespace import FOLDER_PREFIX, Namespace, folder_name, namespace_in
+from reader_rag.datastore.namespace import FOLDER_PREFIX, Namespace, checked_name, folder_name, namespace_in
 from reader_rag.datastore.token_codec import Identity
 from reader_rag.datastore.writer import NamespaceWriter
 from reader_rag.errors import (
@@ -98,8 +98,10 @@ class Catalog:
         """The names of all namespaces."""
         with self.lock:
             opened = {folder_name(name): name for name in self._opened}
-            found = [opened[path.name] if path.name in opened else namespace_in(path) for path in self.folders()]
-            return [name for name in found if name is not None]
+            names = [path.name for path in self.folders()]
+            found = [(opened[name] if name in opened else namespace_in(self.folder / name), name) for name in names]
+            # Not a folder that was copied or moved from another one: its documents are another namespace's.
+            return [name for name, folder in found if name is not None and folder_name(name) == folder]
 
     def folders(self) -> list[Path]:
         """The folders of all namespaces, sorted."""
@@ -107,7 +109,8 @@ class Catalog:
 
     def exists(self, name: str) -> bool:
         """Whether there is a namespace of that name."""
-        return name in self._opened or (self.folder / folder_name(name)).exists()
+        folder = self.folder / folder_name(name)
+        return name in self._opened or folder.exists()
 
     def get(self, name: str, *, skip_damaged: bool = False) -> Namespace | None:
         """Open a namespace to read it.
@@ -124,11 +127,11 @@ class Catalog:
             DatastoreCorruptError: The namespace's manifest is damaged.
             DatastoreMismatchError: A file is of another version, tokenizer or vocabulary.
         """
+        folder = self.folder / folder_name(name)
         with self.lock:
             self._check_open()
             if name in self._opened:
                 return self._opened[name]
-            folder = self.folder / folder_name(name)
             if not folder.exists():
                 return None
             try:
@@ -137,6 +140,7 @@ class Catalog:
                 else:
                     namespace = Namespace(folder, self._identity)
                     namespace.load()
+                _check_owner(namespace, name)
             except FileNotFoundError:
                 return None
             except DatastoreCorruptError as error:
@@ -153,12 +157,15 @@ class Catalog:
         Raises:
             DatastoreError: The datastore is closed, or was opened read-only.
         """
+        folder = self.folder / folder_name(name)
         with self.lock:
             self.check_writable()
             namespace = self._opened.get(name)
             if namespace is None:
                 assert self._open_writer is not None
-                namespace = self._opened[name] = self._open_writer(self.folder / folder_name(name), name)
+                namespace = self._open_writer(folder, name)
+                _check_owner(namespace, name)
+                self._opened[name] = namespace
                 self.version += 1
             assert isinstance(namespace, NamespaceWriter)
             return namespace
@@ -191,6 +198,7 @@ class Catalog:
             name: The namespace.
             shared: Whether every request searches it.
         """
+        name = checked_name(name)
         with self.lock, datastore_errors(self.folder):
             self.check_writable()
             others = tuple(other for other in self.shared if other != name)
@@ -240,9 +248,15 @@ class Catalog:
         """A value that changes when namespaces come or go or are shared; empty: there is no datastore."""
         try:
             own, folder = (self.folder / DATASTORE_MANIFEST).stat(), self.folder.stat()
-        except FileNotFoundError:
+        except OSError:
             return ()
         return own.st_mtime_ns, own.st_ino, folder.st_mtime_ns, folder.st_nlink
+
+
+def _check_owner(namespace: Namespace, name: str) -> None:
+    """Refuse a folder that was copied or moved from another namespace: its documents may be another tenant's."""
+    if namespace.manifest.namespace != name:
+        raise DatastoreCorruptError(f"{namespace.folder} holds another namespace: move it away, or restore its own")
 
 
 def read_manifest(folder: Path) -> DatastoreManifest:

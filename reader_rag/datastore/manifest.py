@@ -12,12 +12,14 @@ from typing import Any
 
 from reader_rag.datastore.token_codec import check_version, checksum
 from reader_rag.errors import DatastoreCorruptError
-from reader_rag.util.files import Files
+from reader_rag.util.encodable import is_encodable
+from reader_rag.util.files import Files, read_regular
 
 FORMAT_VERSION = 1
 NAMESPACE_MANIFEST = "manifest.json"
 DATASTORE_MANIFEST = "datastore.json"
 _MAGIC = "reader_rag-datastore"
+_REMEDY = "restore it, or build its documents again in a new folder"
 _FILE_KEYS = {"tombstones": "dead"}
 """Attributes that have another key in the file."""
 
@@ -39,6 +41,11 @@ class SegmentEntry:
     tokens: int
     documents: int
     tombstones: tuple[int, ...] = ()
+
+    def is_valid(self) -> bool:
+        """Whether all attributes are of their types and ranges."""
+        ascending = all(map(_is_count, self.tombstones)) and list(self.tombstones) == sorted(set(self.tombstones))
+        return _is_file_name(self.file) and all(map(_is_count, (self.crc, self.tokens, self.documents))) and ascending
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,18 @@ class NamespaceManifest:
         """Whether the namespace is bounded."""
         return self.max_tokens is not None or self.max_age_s is not None
 
+    def is_valid(self) -> bool:
+        """Whether all attributes are of their types and ranges; the files are in the namespace's own folder."""
+        age = self.max_age_s
+        return (
+            _is_name(self.namespace)
+            and all(map(_is_file_name, (self.log, *self.damaged)))
+            and all(map(_is_count, (self.generation, self.log_bytes)))
+            and all(entry.is_valid() for entry in self.segments)
+            and (self.max_tokens is None or _is_count(self.max_tokens))
+            and (age is None or (isinstance(age, (int, float)) and not isinstance(age, bool)))
+        )
+
 
 @dataclass(frozen=True)
 class DatastoreManifest:
@@ -85,6 +104,23 @@ class DatastoreManifest:
     tokenizer: str
     vocabulary: int
     shared: tuple[str, ...] = ()
+
+    def is_valid(self) -> bool:
+        """Whether all attributes are of their types."""
+        return all(map(_is_name, (self.tokenizer, *self.shared))) and _is_count(self.vocabulary)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and is_encodable(value)
+
+
+def _is_file_name(value: Any) -> bool:
+    """Whether a value names a file in the same folder."""
+    return _is_name(value) and value not in ("", ".", "..") and not set("/\\\0:") & set(value)
 
 
 def write_namespace_manifest(files: Files, folder: Path, manifest: NamespaceManifest) -> None:
@@ -101,12 +137,15 @@ def read_namespace_manifest(folder: Path) -> NamespaceManifest:
         DatastoreMismatchError: It is of another version.
     """
     path = folder / NAMESPACE_MANIFEST
+    content = _read(path)
     try:
-        content = _read(path)
         segments = tuple(SegmentEntry(tombstones=tuple(entry.pop("dead")), **entry) for entry in content["segments"])
-        return NamespaceManifest(**{**content, "damaged": tuple(content["damaged"]), "segments": segments})
-    except (TypeError, KeyError) as cause:
+        manifest = NamespaceManifest(**{**content, "damaged": tuple(content["damaged"]), "segments": segments})
+    except (AttributeError, LookupError, TypeError) as cause:
         raise _damaged(path) from cause
+    if not manifest.is_valid():
+        raise _damaged(path)
+    return manifest
 
 
 def write_datastore_manifest(files: Files, folder: Path, manifest: DatastoreManifest) -> None:
@@ -123,11 +162,14 @@ def read_datastore_manifest(folder: Path) -> DatastoreManifest:
         DatastoreMismatchError: It is of another version.
     """
     path = folder / DATASTORE_MANIFEST
+    content = _read(path)
     try:
-        content = _read(path)
-        return DatastoreManifest(**{**content, "shared": tuple(content["shared"])})
-    except (TypeError, KeyError) as cause:
+        manifest = DatastoreManifest(**{**content, "shared": tuple(content["shared"])})
+    except (LookupError, TypeError) as cause:
         raise _damaged(path) from cause
+    if not manifest.is_valid():
+        raise _damaged(path)
+    return manifest
 
 
 def _encode(manifest: NamespaceManifest | DatastoreManifest) -> bytes:
@@ -137,7 +179,12 @@ def _encode(manifest: NamespaceManifest | DatastoreManifest) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    head, _, text = path.read_bytes().partition(b"\n")
+    try:
+        head, _, text = read_regular(path).partition(b"\n")
+    except FileNotFoundError:
+        raise
+    except OSError as cause:
+        raise DatastoreCorruptError(f"{path} cannot be read ({cause.strerror or cause}); {_REMEDY}") from cause
     words = head.decode(errors="replace").split(" ")
     if len(words) != 3 or words[0] != _MAGIC:
         raise _damaged(path)
@@ -145,9 +192,14 @@ def _read(path: Path) -> dict[str, Any]:
     text = text.removesuffix(b"\n")
     if words[2] != f"{checksum(text):08x}":
         raise _damaged(path)
-    content: dict[str, Any] = json.loads(text)
+    try:
+        content: Any = json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise _damaged(path) from cause
+    if not isinstance(content, dict):
+        raise _damaged(path)
     return content
 
 
 def _damaged(path: Path) -> DatastoreCorruptError:
-    return DatastoreCorruptError(f"{path} is damaged: restore it, or build its documents again in a new folder")
+    return DatastoreCorruptError(f"{path} is damaged: {_REMEDY}")

@@ -18,7 +18,8 @@ from reader_rag.datastore.segment import Document, Segment
 from reader_rag.datastore.segment_file import open_segment
 from reader_rag.datastore.token_codec import Identity
 from reader_rag.datastore.write_ahead_log import FORMAT_VERSION, Added, Change, LogContent, Removed, read_log
-from reader_rag.errors import DatastoreCorruptError, DatastoreError, ReaderWarning
+from reader_rag.errors import ConfigError, DatastoreCorruptError, DatastoreError, ReaderWarning
+from reader_rag.util.encodable import is_encodable
 
 FOLDER_PREFIX = "ns-"
 
@@ -29,8 +30,35 @@ Searchable = tuple[Segment, NDArray[np.int64]]
 """A segment, and the ranges of positions of its removed documents, int64 [n, 2]."""
 
 
+def checked_name(name: str) -> str:
+    """The name of a document or namespace.
+
+    Raises:
+        ConfigError: It is no string, or has a lone surrogate, which cannot be stored.
+    """
+    if not isinstance(name, str) or not is_encodable(name):
+        raise ConfigError(f"documents and namespaces have strings without lone surrogates as names, not {name!r:.80}")
+    return name
+
+
+def check_bounds(max_tokens: int | None, max_age_s: float | None) -> None:
+    """Check the bounds of a namespace.
+
+    Raises:
+        ConfigError: One is no number, or negative.
+    """
+    for name, bound, kinds in (("max_tokens", max_tokens, int), ("max_age_s", max_age_s, (int, float))):
+        if bound is not None and not (isinstance(bound, kinds) and 0 <= bound < 1 << 63):
+            raise ConfigError(f"{name} must be a number that is not negative, or None, not {bound!r:.80}")
+
+
 def folder_name(namespace: str) -> str:
-    """The name of a namespace's folder: a hash, because a namespace may have any name."""
+    """The name of a namespace's folder: a hash, because a namespace may have any name.
+
+    Raises:
+        ConfigError: The name is no string, or cannot be stored.
+    """
+    namespace = checked_name(namespace)
     return FOLDER_PREFIX + hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
 
 
@@ -162,6 +190,7 @@ class Namespace:
 
     def digest_of(self, name: str) -> int | None:
         """The `token_digest` of a document; None: there is none of that name."""
+        name = checked_name(name)
         with self.lock:
             if name in self.memtable.documents:
                 return self.memtable.documents[name].digest
@@ -170,6 +199,7 @@ class Namespace:
 
     def read(self, name: str) -> NDArray[np.int64] | None:
         """int64 [n], the tokens of a document; None: there is none of that name."""
+        name = checked_name(name)
         with self.lock:
             if name in self.memtable.documents:
                 return self.identity.codec.decode(self.memtable.documents[name].stored)
@@ -287,6 +317,7 @@ class Namespace:
 
     def _mark_used(self, name: str, time: int) -> bool:
         """Record a use of a document in memory; False: there is none of that name."""
+        name = checked_name(name)
         document = self.memtable.documents.get(name)
         if document is not None:
             self.memtable.documents[name] = replace(document, used_at=max(document.used_at, time))
@@ -311,6 +342,15 @@ def namespace_in(folder: Path) -> str | None:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """A value that changes when a file is replaced."""
-    found = path.stat()
+    """A value that changes when a file is replaced; empty: it cannot be read.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return ()
     return found.st_mtime_ns, found.st_ino, found.st_size

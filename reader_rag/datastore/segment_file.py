@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from reader_rag.datastore.segment import DocumentNames, Segment
 from reader_rag.datastore.token_codec import Identity, check_version, checksum
 from reader_rag.errors import DatastoreCorruptError
-from reader_rag.util.files import Files
+from reader_rag.util.files import Files, open_regular
 
 MAGIC = b"RRAGSEG\n"
 FORMAT_VERSION = 1
@@ -118,7 +118,7 @@ def open_segment(path: Path, identity: Identity, crc: int | None = None) -> Segm
         DatastoreMismatchError: The file is of another version, tokenizer or vocabulary.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as cause:
         raise DatastoreCorruptError(f"{path} cannot be read ({cause}); {_REMEDY}") from cause

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from reader_rag.datastore.catalog import Catalog, lock_folder, read_manifest
 from reader_rag.datastore.compactor import CompactionConfig, Compactor
-from reader_rag.datastore.namespace import Namespace, folder_name
+from reader_rag.datastore.namespace import Namespace, checked_name, folder_name
 from reader_rag.datastore.searcher import Searcher
 from reader_rag.datastore.segment import Document
 from reader_rag.datastore.stats import Damage, NamespaceStats, find_damage, measure
@@ -99,7 +99,7 @@ class Datastore:
             DatastoreCorruptError: Its manifest is damaged.
             DatastoreBusyError: Another process writes to it.
             DatastoreWriteError: The folder cannot be written to.
-            ValueError: The vocabulary is out of range.
+            ConfigError: The vocabulary is out of range, or the tokenizer is no string.
         """
         if sys.byteorder != "little":
             raise DatastoreError("datastores need a little-endian machine: run without one")
@@ -149,7 +149,7 @@ class Datastore:
             False if the document exists with the same tokens; nothing changes then.
 
         Raises:
-            ValueError: A token id is outside the vocabulary.
+            ConfigError: A token id is outside the vocabulary, or a name cannot be stored.
             DatastoreError: The datastore was opened read-only, or is closed.
         """
         array = token_array(tokens, self._identity.vocabulary)
@@ -183,7 +183,7 @@ class Datastore:
             The number of documents that were new or changed.
 
         Raises:
-            ValueError: A token id is outside the vocabulary.
+            ConfigError: A token id is outside the vocabulary, or a name cannot be stored.
             DatastoreWriteError: A segment could not be written; those before it are committed.
             DatastoreError: The datastore was opened read-only, or is closed.
         """
@@ -202,6 +202,7 @@ class Datastore:
 
         for name, tokens in documents:
             array = token_array(tokens, self._identity.vocabulary)
+            checked_name(name)
             total += len(array)
             digest = token_digest(array)
             if (pending[name].digest if name in pending else writer.digest_of(name)) == digest:
@@ -313,7 +314,7 @@ class Datastore:
             A searcher. Its searches see the changes of this process at once, and those of other processes when it is
             made and after `refresh`.
         """
-        names = tuple(dict.fromkeys(namespaces))
+        names = tuple(dict.fromkeys(map(checked_name, namespaces)))
         self.refresh(names)
         resolved: tuple[int, tuple[Namespace, ...]] = (-1, ())
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
 from reader_rag.datastore.kernels import suffix_array
-from reader_rag.errors import DatastoreMismatchError, MissingDependencyError
+from reader_rag.errors import ConfigError, DatastoreMismatchError, MissingDependencyError
+from reader_rag.util.encodable import is_encodable
 from reader_rag.util.fork import note_threads
 
 _RANKED = 4
@@ -44,10 +46,11 @@ class TokenCodec:
             vocabulary: Number of token ids.
 
         Raises:
-            ValueError: The number is below 1 or above 2**31 - 1.
+            ConfigError: The number is no integer, below 1, or above 2**31 - 1.
         """
-        if not 1 <= vocabulary <= np.iinfo(np.int32).max:
-            raise ValueError(f"a vocabulary has 1 to 2147483647 tokens, not {vocabulary}")
+        whole = isinstance(vocabulary, Integral) and not isinstance(vocabulary, bool)
+        if not whole or not 1 <= vocabulary <= np.iinfo(np.int32).max:
+            raise ConfigError(f"a vocabulary has 1 to 2147483647 tokens, not {vocabulary!r:.80}")
         return cls(2 if vocabulary < 1 << 16 else (3 if vocabulary < 1 << 24 else 4))
 
     @property
@@ -150,10 +153,17 @@ class Identity:
     Attributes:
         tokenizer: Fingerprint of the tokenizer.
         vocabulary: Number of token ids.
+
+    Raises:
+        ConfigError: The fingerprint is no string, or cannot be stored.
     """
 
     tokenizer: str
     vocabulary: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokenizer, str) or not is_encodable(self.tokenizer):
+            raise ConfigError(f"the fingerprint of a tokenizer must be a string, not {self.tokenizer!r:.80}")
 
     @property
     def codec(self) -> TokenCodec:
@@ -194,18 +204,21 @@ def token_array(tokens: Sequence[int] | NDArray[np.integer], vocabulary: int) ->
         int64 [n].
 
     Raises:
-        ValueError: The input is not flat, not of integers, or has an id outside the vocabulary.
+        ConfigError: The input is not flat, not of integers, or has an id outside the vocabulary.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError("token ids must be a flat list of integers") from error
     if array.ndim != 1:
-        raise ValueError(f"token ids must be a flat list, not of shape {array.shape}")
+        raise ConfigError(f"token ids must be a flat list, not of shape {array.shape}")
     if not len(array):
         return np.zeros(0, np.int64)
     if array.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be integers, not {array.dtype}")
+        raise ConfigError(f"token ids must be integers, not {array.dtype}")
     lowest, highest = int(array.min()), int(array.max())
     if lowest < 0 or highest >= vocabulary:
-        raise ValueError(f"token ids must lie from 0 to {vocabulary - 1}: {lowest if lowest < 0 else highest}")
+        raise ConfigError(f"token ids must lie from 0 to {vocabulary - 1}: {lowest if lowest < 0 else highest}")
     return array.astype(np.int64, copy=False)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from reader_rag.datastore.segment import Document
 from reader_rag.datastore.token_codec import Identity, check_version, checksum
 from reader_rag.errors import DatastoreCorruptError
+from reader_rag.util.files import open_regular
 
 MAGIC = b"RRAGLOG\n"
 FORMAT_VERSION = 3
@@ -199,12 +200,17 @@ def read_log(path: Path, identity: Identity, start: int = 0) -> LogContent:
 
     Raises:
         FileNotFoundError: There is no such file.
-        DatastoreCorruptError: The file is no log, or its first frame is damaged.
+        DatastoreCorruptError: The file is no log, cannot be read, or its first frame is damaged.
         DatastoreMismatchError: The file is of another version, tokenizer or vocabulary.
     """
-    with path.open("rb") as file:
-        file.seek(start)
-        data = file.read()
+    try:
+        with open_regular(path) as file:
+            file.seek(start)
+            data = file.readall() or b""
+    except FileNotFoundError:
+        raise
+    except OSError as cause:
+        raise DatastoreCorruptError(f"{path} cannot be read ({cause.strerror or cause}); restore it") from cause
     at, version = 0, FORMAT_VERSION
     damaged: list[tuple[int, int]] = []
     if start == 0:

@@ -8,7 +8,6 @@ is replaced. So after a crash at any point the files hold the last commit.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,12 +26,12 @@ from reader_rag.datastore.manifest import (
     write_namespace_manifest,
 )
 from reader_rag.datastore.memtable import Memtable, SegmentState
-from reader_rag.datastore.namespace import Namespace
+from reader_rag.datastore.namespace import Namespace, check_bounds, checked_name
 from reader_rag.datastore.segment import Document, Segment, build_segment, merge_segments
 from reader_rag.datastore.segment_file import open_segment, verify_segment, write_segment
 from reader_rag.datastore.token_codec import Identity
 from reader_rag.errors import DatastoreCorruptError, DatastoreError, DatastoreWriteError, ReaderWarning
-from reader_rag.util.files import Files, datastore_errors
+from reader_rag.util.files import Files, datastore_errors, read_regular
 
 _DAMAGED = "damaged"
 """Folder of the segments that were set aside."""
@@ -99,6 +98,7 @@ class NamespaceWriter(Namespace):
         Returns:
             False if there is none of that name.
         """
+        name = checked_name(name)
         with self.lock:
             if not self._remove(name):
                 return False
@@ -121,6 +121,7 @@ class NamespaceWriter(Namespace):
             max_tokens: Most tokens; None: no bound.
             max_age_s: Seconds after which a document is evicted; None: no bound.
         """
+        check_bounds(max_tokens, max_age_s)
         with self.lock, datastore_errors(self.folder):
             self._replace_manifest(max_tokens=max_tokens, max_age_s=max_age_s)
 
@@ -351,7 +352,7 @@ class NamespaceWriter(Namespace):
         if lost:
             self._replace_manifest(damaged=(*self.manifest.damaged, *lost))
         if self._log_end == 0 or log.damaged or log.version != wal.FORMAT_VERSION:
-            if self.log_path.exists() and log.version == wal.FORMAT_VERSION:
+            if self.log_path.is_file() and log.version == wal.FORMAT_VERSION:
                 self._move_aside(self.manifest.log, copy=True)
             self.flush()
         else:
@@ -375,7 +376,7 @@ class NamespaceWriter(Namespace):
     def _move_aside(self, file: str, *, copy: bool = False) -> None:
         self._files.make_folder(self.folder / _DAMAGED)
         if copy:
-            shutil.copyfile(self.folder / file, self.folder / _DAMAGED / file)
+            self._files.create(self.folder / _DAMAGED / file, [read_regular(self.folder / file)])
         else:
             self._files.rename(self.folder / file, self.folder / _DAMAGED / file)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.kernels import successors as kernels
 from reader_rag.errors import ConfigError
-from reader_rag.util.files import atomic_path
+from reader_rag.util.files import atomic_path, open_regular
 
 SHIPPED = Path(__file__).with_name("profiles")
 _AGAIN = "delete it and make it again: reader-rag models profile MODEL"
@@ -89,7 +89,10 @@ class Profile:
             ConfigError: The file cannot be read or is no profile.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:  # reading checks the checksums of the zip file
+            with (
+                open_regular(path) as opened,
+                np.load(opened, allow_pickle=False) as file,
+            ):  # reading checks the checksums of the zip file
                 version = int(file["version"]) if "version" in file else 1
                 tokens = file["tokens"].astype(np.int32) - 1
                 profile = cls(str(file["name"]), str(file["vocabulary"]), tokens)

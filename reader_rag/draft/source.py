@@ -192,6 +192,9 @@ def make_sources(factories: Sequence[SourceFactory], layers: int = 0) -> tuple[D
     Raises:
         ConfigError: A factory makes no draft source, or one that needs hidden states which the engine does not provide.
     """
+    for make in factories:
+        if not callable(make):
+            raise ConfigError(f"draft_sources are functions that make a source, not {type(make).__name__}")
     sources = tuple(make() for make in factories)
     for source in sources:
         name = type(source).__name__

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from reader_rag.draft.kernels import pool as kernels
 from reader_rag.errors import ConfigError
 from reader_rag.util.cpu import cpu_features
-from reader_rag.util.files import atomic_path
+from reader_rag.util.files import atomic_path, read_regular
 
 Float64 = NDArray[np.float64]
 
@@ -94,8 +94,8 @@ class StepTable:
         """
         advice = "measure them again, or leave the setting out"
         try:
-            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as cause:
+            content: Any = json.loads(read_regular(Path(path)))
+        except (OSError, ValueError, RecursionError) as cause:
             raise ConfigError(f"cannot read step costs from {path}: {cause}; {advice}") from cause
         if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ConfigError(f"{path} does not hold step costs of version {VERSION}: {advice}")

@@ -9,7 +9,7 @@ from typing import Any, Unpack, overload
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from reader_rag.config import EngineConfig, LoadConfig, SamplingParams
+from reader_rag.config import EngineConfig, LoadConfig, SamplingParams, checked_tenant
 from reader_rag.config.setting import settings_of, unknown_argument
 from reader_rag.draft.context_index import ContextIndex
 from reader_rag.draft.source import SourceFactory
@@ -25,7 +25,7 @@ from reader_rag.engine.request import Request, RequestBuilder, RequestOptions
 from reader_rag.engine.scheduler import Scheduler
 from reader_rag.engine.stream import GenerationStream, finish_all
 from reader_rag.engine.text.encoder import PromptEncoder
-from reader_rag.errors import BatchError, BusyError, ConfigError
+from reader_rag.errors import BatchError, BusyError, ConfigError, PromptError
 from reader_rag.kv_cache.prefix_cache import PrefixCache
 from reader_rag.model.fixed_step.select import add_fixed_step
 from reader_rag.model.interface import TargetModel
@@ -317,6 +317,7 @@ class Engine:
         if isinstance(prompt, Prompt):
             with self.submit(prompt, params, passages, **options) as stream:
                 return stream.finish()
+        _check_lists(prompt, params, passages)
         count = len(prompt)
         if options.get("sampler") is not None:
             raise ConfigError("a sampler chooses the tokens of one answer; decode these prompts one by one")
@@ -362,8 +363,10 @@ class Engine:
 
         Raises:
             BusyError: The step that runs does not end within `BatchConfig.max_wait_s`.
+            ConfigError: The tenant's name is invalid.
             DatastoreError: Answers could not be removed.
         """
+        checked_tenant(tenant)
 
         def drop() -> None:
             if learned:
@@ -435,3 +438,12 @@ class Engine:
             return self.scheduler.submit(request, patient=True)
         except BusyError:
             return None
+
+
+def _check_lists(prompts: Any, params: Any, passages: Any) -> None:
+    """Check the types of the arguments of `Engine.generate` for many prompts."""
+    if not isinstance(prompts, (list, tuple)):
+        raise PromptError(f"a prompt must be a Prompt, or a list of them, not {type(prompts).__name__}")
+    for name, value, others in (("params", params, (SamplingParams, type(None))), ("passages", passages, ())):
+        if not isinstance(value, (list, tuple, *others)):
+            raise ConfigError(f"{name} must be a list, with one entry for each prompt, not {type(value).__name__}")

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from reader_rag.config import DraftConfig, SamplingParams, checked_tenant, unknown_argument
+from reader_rag.config.setting import shown
 from reader_rag.draft.source import DraftSource, SourceFactory, hidden_layers_of, make_sources
 from reader_rag.engine.draft_models.source import DraftModel, DraftRequest, ModelSource, Stream
 from reader_rag.engine.outputs import Passage, Prompt
@@ -345,19 +346,19 @@ def check_options(options: RequestOptions, passages: Sequence[Passage]) -> None:
     for name, kind in (("draft", DraftConfig), ("recall", bool)):
         value: Any = options.get(name)
         if value is not None and not isinstance(value, kind):
-            raise ConfigError(f"{name} must be {kind.__name__}, not {value!r}")
+            raise ConfigError(f"{name} must be {kind.__name__}, not {shown(value)}")
     prediction = options.get("prediction", "")
     if not isinstance(prediction, str) or not is_encodable(prediction):
-        raise ConfigError(f"prediction must be a string without lone surrogates, not {prediction!r:.80}")
+        raise ConfigError(f"prediction must be a string without lone surrogates, not {shown(prediction)}")
     sampler = options.get("sampler")
     if sampler is not None and not callable(sampler):
-        raise ConfigError(f"sampler must be callable with the result of a pass (Verified); {sampler!r} is not")
+        raise ConfigError(f"sampler must be callable with the result of a pass (Verified); {shown(sampler)} is not")
     for name, listed in (("passages", passages), ("draft_sources", options.get("draft_sources", ()))):
         if not isinstance(listed, (list, tuple)):
             raise ConfigError(f"{name} must be a list, not {type(listed).__name__}")
     for passage in passages:
         if not (isinstance(passage, Passage) and isinstance(passage.id, str) and isinstance(passage.text, str)):
-            raise ConfigError(f"a passage must be a Passage with an id and a text as strings, not {passage!r:.80}")
+            raise ConfigError(f"a passage must be a Passage with an id and a text as strings, not {shown(passage)}")
 
 
 def _logits_width(model: PreTrainedModel) -> int:

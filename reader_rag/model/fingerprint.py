@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from reader_rag.model.weights_cache import cache_folder
-from reader_rag.util.files import atomic_path
+from reader_rag.util.files import atomic_path, read_regular
 
 _VERSION = 1
 """Of fingerprints; raise it when they are computed otherwise."""
@@ -206,9 +206,9 @@ def _file_hash(path: Path) -> str:
 def _read_known(path: Path) -> dict[str, tuple[list[int], str]]:
     """Stat and hash of files by name; empty if nothing readable is kept."""
     try:
-        kept = json.loads(path.read_bytes())
+        kept = json.loads(read_regular(path))
         return {str(name): (list(stat), str(found)) for name, (stat, found) in kept[str(_VERSION)].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

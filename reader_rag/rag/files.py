@@ -23,12 +23,11 @@ from reader_rag.rag.reading.section import Section
 from reader_rag.rag.reading.text import UnusableFileError as UnusableFileError
 from reader_rag.rag.reading.text import decode
 from reader_rag.util.encodable import is_encodable
+from reader_rag.util.files import READ_AT_ONCE
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _NOT_UTF8 = "the name is not valid UTF-8; rename it"
 _FOLLOW = "pass follow_links=True to read it"
-# Opening and reading a pipe, a terminal or a file such as /proc/kmsg then does not wait. Windows has no such flag.
-_READ_AT_ONCE = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _PIECE_BYTES = 1 << 24
 
 
@@ -122,7 +121,11 @@ def printable(path: Path | str) -> str:
     Args:
         path: The path or id.
     """
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:  # lone surrogates that stand for no byte
+        encoded = str(path).encode("utf-8", "surrogatepass")
+    text = encoded.decode("utf-8", "backslashreplace")
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
@@ -137,7 +140,7 @@ def read_bytes(path: Path, most_bytes: int = ReadLimits.file_bytes) -> bytes:
         UnusableFileError: The file cannot be read, is empty, too large, or not a regular file.
     """
     try:
-        with FileIO(os.open(path, _READ_AT_ONCE)) as file:
+        with FileIO(os.open(path, READ_AT_ONCE)) as file:
             data = _content(file, most_bytes)
     except (OSError, ValueError) as error:
         raise UnusableFileError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -30,6 +30,7 @@ from reader_rag.errors import (
     StoreBusyError,
     StoreConnectionError,
     StoreNotFoundError,
+    StoreWriteError,
     ToolCallError,
 )
 
@@ -103,6 +104,7 @@ _STATUS: tuple[tuple[type[ReaderError], int, str | None], ...] = (
     (EngineClosedError, 503, "shutting_down"),
     (StoreNotFoundError, 503, "no_store"),
     (StoreConnectionError, 503, "store_unreachable"),
+    (StoreWriteError, 507, "not_written"),
     (MissingDependencyError, 501, "not_installed"),
     (ServerError, 502, "engine_unreachable"),
 )

@@ -7,6 +7,7 @@ import hmac
 import json
 import logging
 import os
+import re
 import secrets
 import stat
 import threading
@@ -21,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError, ReaderError, ServeError
-from reader_rag.util.files import atomic_path
+from reader_rag.util.files import atomic_path, read_regular
 
 _log = logging.getLogger("reader_rag.server")
 
@@ -29,6 +30,7 @@ PREFIX = "rr-"
 """Prefix of every key, by which scanners recognise a leaked one, in a repository for example."""
 
 _FORMAT = 1
+_HASH = re.compile("[0-9a-f]{64}")
 _KEY_BYTES = 32
 _LOCK_S = 10.0
 _CHECK_S = 1.0  # least seconds between two looks at the file
@@ -77,7 +79,7 @@ class KeyFile:
             ServeError: The file cannot be read, or is not one of keys.
         """
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json.loads(read_regular(self.path))
             if content["format"] != _FORMAT:
                 raise ValueError(f"format {content['format']}")
             keys = [_checked(ApiKey(**entry)) for entry in content["keys"]]
@@ -210,6 +212,6 @@ def _checked(entry: ApiKey) -> ApiKey:
     values: tuple[Any, ...] = (entry.name, entry.tenant, entry.hash)
     if not all(isinstance(value, str) for value in values) or not isinstance(entry.operator, bool):
         raise ConfigError("an entry has a value of another type")
-    if not entry.name or len(entry.hash) != 64:
-        raise ConfigError("a key needs a name that is not empty")
+    if not entry.name or not _HASH.fullmatch(entry.hash):
+        raise ConfigError("a key needs a name that is not empty, and a hash of 64 hexadecimal digits")
     return replace(entry, name=checked_tenant(entry.name), tenant=checked_tenant(entry.tenant))

@@ -5,15 +5,18 @@ Labels name routes and statuses only: no tenant, key, document or text.
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.metrics import PrometheusMetrics
-from reader_rag.server.errors import log_bug, response_of
+from reader_rag.errors import EngineClosedError
+from reader_rag.server.errors import error_of, log_bug, response_of
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -83,7 +86,8 @@ class ServiceMetrics:
 
 
 class CountRequests:
-    """ASGI middleware: counts requests, and answers those that fail by a bug, whose message may quote a question.
+    """ASGI middleware: counts requests, and answers those that fail by a bug, whose message may quote a question, and
+    those that are cut off because the service is being ended and the time for that is over.
 
     Args:
         app: The app behind it.
@@ -102,17 +106,29 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = self._DISCONNECTED
+        status, is_events, complete = self._DISCONNECTED, False, False
 
         async def send_noting(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_events, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
+                is_events = (
+                    Headers(raw=message.get("headers", [])).get("content-type", "").startswith("text/event-stream")
+                )
+            elif not message.get("more_body", False):
+                complete = True
             await send(message)
 
         begin = self._metrics.began()
         try:
             await self._app(scope, receive, send_noting)
+        except asyncio.CancelledError:  # by uvicorn, which then closes the connection
+            cut = EngineClosedError("the service was stopped before the answer was complete; ask again later")
+            if status == self._DISCONNECTED:
+                await response_of(cut)(scope, receive, send_noting)
+            elif is_events and not complete:
+                events = f"data: {error_of(cut)[1].model_dump_json()}\n\ndata: [DONE]\n\n"
+                await send_noting({"type": "http.response.body", "body": events.encode()})
         except Exception as error:
             log_bug(error)
             if status == self._DISCONNECTED:

@@ -33,6 +33,8 @@ from reader_rag.testing.vector_store import (
     where,
 )
 
+_MANY = 1200  # more nodes than the stores read from their databases in one request
+
 
 class LetterEmbedding(BaseEmbedding):
     """An embedding without weights that counts letters.
@@ -222,6 +224,25 @@ class DocumentStoreContract(VectorStoreContract):
         assert (bob.num_nodes, bob.documents()) == (1, [DocumentRecord("same", "root", "1")])
         asyncio.run(bob.adelete_nodes([node_id("one")]))
         assert bob.num_nodes == 0
+
+    def test_async_deletion_persists_over_a_restart(self, compass: DocumentStore, place: Path) -> None:
+        async def use() -> None:
+            await compass.adelete("a")
+            await compass.adelete_nodes([node_id("west")])
+
+        asyncio.run(use())
+        store = self._again(compass, place)
+        assert texts(store.get_nodes()) == found(store, EAST) == ["north"]
+        self.close_store(store)
+
+    def test_a_large_document_is_deleted_completely(self, store: DocumentStore) -> None:
+        large = [make_node(f"n{i}", [1.0, i / _MANY, 0.0], "large", part=i % 2) for i in range(_MANY)]
+        store.add([*large, make_node("kept", WEST, "other", part=1)])
+        odd = MetadataFilters(filters=[where("part", 1), where("ref_doc_id", "large")])
+        asyncio.run(store.adelete_nodes(filters=odd))
+        assert store.num_nodes == 1 + _MANY // 2
+        asyncio.run(store.adelete("large"))
+        assert texts(store.get_nodes()) == found(store, EAST) == ["kept"]
 
     def test_every_condition_together_restricts_a_query(self, compass: DocumentStore) -> None:
         late_or_hill = MetadataFilters(

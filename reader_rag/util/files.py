@@ -9,9 +9,11 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,37 @@ REMOVED_PREFIX = "removed-"
 
 _PAUSES = () if os.name == "posix" else (0.01, 0.05, 0.2, 0.5)
 """Seconds between tries to rename: on Windows it fails while another process reads one of the files."""
+# Opening a pipe, a terminal or a file such as /proc/kmsg then does not wait. Windows has no such flags.
+READ_AT_ONCE = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file to read it. A pipe or a device in its place is refused, without waiting for data.
+
+    Args:
+        path: The file, or a link to it.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It cannot be read, or is a folder, pipe, socket or device.
+    """
+    file = FileIO(os.open(path, READ_AT_ONCE))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a regular file; errors are those of `open_regular`.
+
+    Args:
+        path: The file, or a link to it.
+    """
+    with open_regular(path) as file:
+        return file.readall() or b""  # None: reading on would wait, as at /proc/kmsg
 
 
 @contextlib.contextmanager
@@ -175,7 +206,10 @@ class Files:
             self.sync_folder(path.parent)
 
     def remove_folder(self, path: Path) -> None:
-        """Remove a folder and all files in it."""
+        """Remove a folder and all files in it; of a link in its place, the link alone."""
+        if path.is_symlink() or not path.is_dir():
+            self.unlink(path)
+            return
         for entry in sorted(path.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
                 self.remove_folder(entry)

@@ -66,6 +66,22 @@ def test_numbers_of_numpy_integers_for_floats_and_lists_for_tuples_are_taken() -
     assert (made.count, made.share, made.words, made.ids) == (4, 1, ("a",), (0, 7))
 
 
+def test_numbers_of_other_types_become_pythons_own() -> None:
+    """Those of numpy overflow: `np.uint8(3) << 8` is 0, and other libraries refuse them."""
+    made = Example(count=np.uint8(3), share=np.float32(0.5), ids=(np.int64(7),), bias={np.int16(4): np.float64(0.5)})  # type: ignore[arg-type, dict-item]
+    kinds = [type(made.count), type(made.share), type(made.ids[0]), *map(type, next(iter((made.bias or {}).items())))]
+    assert kinds == [int, float, int, int, float]
+
+
+def test_a_value_that_cannot_be_written_is_refused_by_its_type() -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    with pytest.raises(ConfigError, match=r"count must be in 1\.\.5, not a Mute"):
+        Example(count=Mute())  # type: ignore[arg-type]
+
+
 def test_a_dictionary_is_copied() -> None:
     bias = {5: 0.5}
     made = Example(bias=bias)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import struct
 import warnings
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datastore_tools import bytes_on_disk, contents, open_store
+from datastore_tools import bytes_on_disk, contents, open_store, search
 
 from reader_rag.datastore import segment_file
 from reader_rag.datastore import write_ahead_log as wal
@@ -18,7 +20,7 @@ from reader_rag.datastore.manifest import NAMESPACE_MANIFEST
 from reader_rag.datastore.namespace import folder_name
 from reader_rag.datastore.segment import Document
 from reader_rag.datastore.token_codec import checksum
-from reader_rag.errors import DatastoreCorruptError, DatastoreMismatchError, ReaderWarning
+from reader_rag.errors import DatastoreCorruptError, DatastoreError, DatastoreMismatchError, ReaderWarning
 from reader_rag.util.files import Files
 
 
@@ -408,3 +410,87 @@ def test_damaged_segments_yield_no_token_outside_the_vocabulary(folder: Path) ->
                     tried += 1
     path.write_bytes(whole)
     assert tried == 295
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("read_only", [True, False])
+@pytest.mark.parametrize("place", ["datastore.json", "manifest", "log", "segment", "lock"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "ring"])
+def test_a_special_file_in_place_of_another_is_damage_and_never_waited_for(
+    folder: Path, kind: str, place: str, read_only: bool
+) -> None:
+    space = folder / folder_name("")
+    [log] = space.glob("*.log")
+    places = {"datastore.json": folder / "datastore.json", "manifest": space / NAMESPACE_MANIFEST, "log": log}
+    path = {**places, "segment": segments(folder)[0], "lock": folder / "writer.lock"}[place]
+    path.unlink(missing_ok=True)
+    make = {"pipe": os.mkfifo, "folder": Path.mkdir, "device": _link_to_zeros, "ring": lambda at: at.symlink_to(at)}
+    make[kind](path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(DatastoreError), open_store(folder, read_only=read_only) as store:
+            assert set(store.documents()) <= {"a", "b", "c", "d"}
+            store.verify()
+
+
+def _link_to_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")  # endless: whoever reads or copies it to its end fills the memory, or the disk
+
+
+_ODD = [None, -1, 1.5, True, "", "..", "../x", "/etc/passwd", "a\0b", "\ud800", [], [[1]], {}, 1 << 70]
+
+
+@pytest.mark.parametrize("value", _ODD, ids=repr)
+def test_a_manifest_with_values_of_other_types_is_damaged(folder: Path, value: object) -> None:
+    """Its checksum is right: only one who means harm writes such a file."""
+    path = folder / folder_name("") / NAMESPACE_MANIFEST
+    content = json.loads(path.read_bytes().split(b"\n")[1])
+    changed = [content | {key: value} for key in content if content[key] != value and key not in ("namespace",)]
+    changed += [content | {"segments": [content["segments"][0] | {key: value}]} for key in content["segments"][0]]
+    for each in changed:
+        text = json.dumps(each).encode()
+        path.write_bytes(b"reader_rag-datastore 1 %08x\n%s\n" % (checksum(text), text))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contextlib.suppress(DatastoreCorruptError), open_store(folder, read_only=True) as store:
+                assert set(store.documents()) <= {"a", "b", "c", "d"}
+                store.stats()
+    path.write_bytes(b"reader_rag-datastore 1 %08x\n%s\n" % (checksum(b"[" * 9000), b"[" * 9000))
+    with open_store(folder, read_only=True) as store, pytest.raises(DatastoreCorruptError, match="is damaged"):
+        store.documents()
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_folder_that_was_moved_from_another_namespace_is_refused(tmp_path: Path, read_only: bool) -> None:
+    with open_store(tmp_path / "s") as store:
+        store.add("secret", [1, 2, 3], namespace="ann")
+        store.add("own", [4, 5, 6], namespace="bob")
+    shutil.rmtree(tmp_path / "s" / folder_name("bob"))
+    shutil.copytree(tmp_path / "s" / folder_name("ann"), tmp_path / "s" / folder_name("bob"))
+    with open_store(tmp_path / "s", read_only=read_only) as store:
+        with pytest.raises(DatastoreCorruptError, match="holds another namespace"):
+            store.documents(namespace="bob")
+        with pytest.warns(ReaderWarning, match="holds another namespace"):
+            assert not search(store.searcher(["bob"]), [1, 2]).found
+        assert store.namespaces() == ["ann"]
+        assert store.documents(namespace="ann") == ["secret"]
+
+
+@pytest.mark.parametrize("name", ["ns-0123", "removed-ns-0123", folder_name("")])
+def test_what_a_link_in_a_datastore_leads_to_is_never_removed(folder: Path, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    (victim / "inner").mkdir(parents=True)
+    (victim / "inner" / "letter.txt").write_text("kept")
+    shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / name).symlink_to(victim)
+    with open_store(folder) as store:
+        store.remove_namespace("")
+        assert not (folder / name).exists()
+    assert (victim / "inner" / "letter.txt").read_text() == "kept"
+
+
+def test_a_file_in_place_of_a_removed_folder_is_removed(folder: Path) -> None:
+    (folder / "removed-ns-0123").write_text("x")
+    with open_store(folder) as store:
+        assert contents(store)
+    assert not (folder / "removed-ns-0123").exists()

@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from waiting import join
 
 from reader_rag.datastore import CompactionConfig, Datastore, Source
 from reader_rag.errors import (
+    ConfigError,
     DatastoreError,
 )
 
@@ -241,3 +243,44 @@ def test_an_exception_in_the_block_drops_uncommitted_changes(tmp_path: Path) -> 
         work()
     with open_store(tmp_path / "s") as store:
         assert store.documents() == ["a"]
+
+
+@pytest.mark.parametrize("name", ["\ud800", None, 5, b"x", ["x"]])
+def test_names_that_cannot_be_stored_are_refused_and_harm_no_commit(tmp_path: Path, name: Any) -> None:
+    calls: list[Callable[[Datastore], object]] = [
+        lambda store: store.add(name, [1]),
+        lambda store: store.add("x", [1], namespace=name),
+        lambda store: store.add_many([(name, [1])]),
+        lambda store: store.remove(name),
+        lambda store: store.mark_used([name]),
+        lambda store: store.has(name),
+        lambda store: store.read(name),
+        lambda store: store.share(name),
+        lambda store: store.searcher([name]).cursor().search(),
+    ]
+    with open_store(tmp_path) as store:
+        store.add("a", [1, 2])
+        store.limit("", max_tokens=100)
+        for call in calls:
+            with pytest.raises(ConfigError, match="strings without lone surrogates as names"):
+                call(store)
+        store.commit()
+    with open_store(tmp_path) as store:
+        assert contents(store) == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "tokens", [[1.5], [None], "ab", [[1]], [-1], [60], [1 << 70], None, 5, [True], [1, [2]], {1: 2}]
+)
+def test_tokens_that_are_none_are_refused(tmp_path: Path, tokens: Any) -> None:
+    with open_store(tmp_path) as store, pytest.raises(ConfigError, match="token ids must"):
+        store.add("a", tokens)
+
+
+@pytest.mark.parametrize("bound", [-1, float("nan"), float("inf"), "x", [1]])
+def test_bounds_that_are_none_are_refused(tmp_path: Path, bound: Any) -> None:
+    with open_store(tmp_path) as store:
+        with pytest.raises(ConfigError, match="max_tokens must be a number"):
+            store.limit("", max_tokens=bound)
+        with pytest.raises(ConfigError, match="max_age_s must be a number"):
+            store.limit("", max_age_s=bound)

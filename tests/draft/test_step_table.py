@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path: Path, changes: 
     with pytest.raises(ConfigError, match=message) as caught:
         StepTable.read(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_file_without_an_end_or_a_bottom_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    os.mkfifo(tmp_path / "pipe.json")
+    for name in ("deep.json", "pipe.json"):
+        with pytest.raises(ConfigError, match="cannot read step costs from"):
+            StepTable.read(tmp_path / name)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

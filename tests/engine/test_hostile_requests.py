@@ -79,6 +79,40 @@ def test_arguments_of_another_type_are_refused(tiny_engine: Engine, arguments: d
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"prompt": None}, "a prompt must be a Prompt, or a list of them, not NoneType"),
+        ({"prompt": "text"}, "a prompt must be a Prompt, or a list of them, not str"),
+        ({"prompt": iter([Prompt([1])])}, "a prompt must be a Prompt, or a list of them"),
+        ({"prompt": [None]}, "a prompt must be a Prompt, not NoneType"),
+        ({"params": 5}, "params must be a list, with one entry for each prompt, not int"),
+        ({"params": [None, 5]}, "1 prompts"),
+        ({"passages": None}, "passages must be a list, with one entry for each prompt, not NoneType"),
+        ({"passages": [None]}, "passages must be a list"),
+        ({"draft_sources": [None]}, "draft_sources are functions that make a source, not NoneType"),
+    ],
+)
+def test_arguments_of_many_prompts_of_another_type_are_refused(
+    tiny_engine: Engine, arguments: dict[str, Any], says: str
+) -> None:
+    given = {"prompt": [tiny_engine.encode("a")], "params": FOUR} | arguments
+    with pytest.raises(ReaderError, match=says):
+        tiny_engine.generate(**given)
+
+
+@pytest.mark.parametrize("messages", [None, 5, "text", [None], ["text"], [["role", "user"]], b"x"])
+def test_messages_of_another_type_are_refused(tiny_engine: Engine, messages: Any) -> None:
+    with pytest.raises(ConfigError, match="messages must be a list of mappings"):
+        tiny_engine.encode_chat(messages)
+
+
+@pytest.mark.parametrize("tenant", [None, 5, "a\nb", "\ud800", "x" * 257])
+def test_a_tenant_that_is_none_cannot_be_forgotten(tiny_engine: Engine, tenant: Any) -> None:
+    with pytest.raises(ConfigError, match="a tenant's name"):
+        tiny_engine.forget(tenant)
+
+
 @pytest.mark.parametrize("returned", [None, "yes", object, {}, [None], [1, [2]]], ids=repr)
 def test_a_criterion_must_say_whether_to_stop(tiny_engine: Engine, returned: Any) -> None:
     def undecided(ids: torch.Tensor, _: None) -> Any:
@@ -137,6 +171,15 @@ def test_an_error_of_a_callback_arrives_with_its_type_and_harms_no_other_request
     assert {other.finish().token_ids for other in others} == {
         tiny_engine.generate(prompt, SamplingParams(max_tokens=16)).token_ids
     }
+
+
+def test_integers_of_numpy_give_the_same_answer(tiny_engine: Engine) -> None:
+    prompt = tiny_engine.encode("the garden")
+    given = {"max_tokens": 6, "no_repeat_ngram": 3, "top_k": 9, "seed": 5, "logprobs": 2, "min_tokens": 2}
+    expected = tiny_engine.generate(prompt, SamplingParams(**given, temperature=0.5)).token_ids
+    for kind in (np.uint8, np.int64):
+        params = SamplingParams(**{name: kind(value) for name, value in given.items()}, temperature=np.float32(0.5))  # type: ignore[arg-type]
+        assert tiny_engine.generate(prompt, params).token_ids == expected
 
 
 def test_integers_are_taken_for_numbers(tiny_engine: Engine) -> None:

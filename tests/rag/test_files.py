@@ -77,6 +77,10 @@ def test_a_root_can_be_a_file_or_hidden(write: Write, tmp_path: Path) -> None:
 def test_a_root_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(IngestError, match="there is no file or folder .*nowhere to read .No such file.*check the path"):
         find_files(tmp_path / "nowhere", tmp_path)
+    for name in ("a\0b", "\ud800", "x" * 5000):  # no names of files
+        with pytest.raises(IngestError, match="there is no file or folder") as caught:
+            find_files(Path(name), tmp_path)
+        assert str(caught.value).isprintable()
 
 
 def test_documents_carry_their_file_and_hide_it_from_the_llm(write: Write) -> None:

@@ -15,6 +15,7 @@ from filelock import FileLock
 from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.schema import MetadataMode, TextNode
 from waiting import join
+from word_embedding import WordEmbedding
 
 from reader_rag.config import ReadLimits
 from reader_rag.errors import (
@@ -245,6 +246,12 @@ def test_nothing_to_ingest_is_an_error_and_changes_nothing(run: Any, write: Writ
     with pytest.raises(IngestError, match=r"none of the 1 files can be ingested, e\.g\. .*a\.bin: binary") as caught:
         run(docs / "bad")
     assert [(skipped.path.name, skipped.reason) for skipped in caught.value.skipped] == [("a.bin", "binary")]
+
+
+@pytest.mark.parametrize("sources", [None, 5, object(), [None], [["a"]], b"a"])
+def test_sources_of_another_type_are_refused(store_dir: Path, sources: Any) -> None:
+    with pytest.raises(ConfigError, match="ingest takes paths, LlamaIndex Documents and readers, not"):
+        ingest(sources, store_dir, embed_model=WordEmbedding(model_name="words", embedded=[]))
 
 
 def test_a_folder_that_has_been_emptied_keeps_its_documents(

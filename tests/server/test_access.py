@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,9 @@ def test_a_file_that_becomes_unreadable_lets_nobody_in_and_stops_nothing(
         '{"format": 1, "keys": [{"name": 1, "tenant": "", "hash": ""}]}',
         "\x00",
         '{"format": 1, "keys": []}',
+        '{"format": 1, "keys": [{"name": "a", "tenant": "a", "hash": "' + "é" * 64 + '"}]}',
+        '{"format": 1, "keys": [{"name": "a", "tenant": "\\ud800", "hash": "' + "0" * 64 + '"}]}',
+        "[" * 100_000,
     ],
 )
 def test_a_file_that_is_none_of_keys_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
@@ -198,6 +202,14 @@ def test_a_file_that_is_none_of_keys_is_refused_in_one_line(tmp_path: Path, cont
 def test_no_file_of_keys_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match="cannot be read"):
         KeyRing(KeyFile(tmp_path / "none.json"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_or_a_device_in_place_of_the_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ServeError, match="cannot be read"):
+            KeyRing(KeyFile(path))
 
 
 def test_the_file_is_json_that_other_programs_can_write(key_file: KeyFile) -> None:

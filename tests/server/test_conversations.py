@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,69 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"no database at all" * 100)
     with pytest.raises(StoreCorruptError, match="conversations"):
         Conversations(tmp_path, most=9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE TRIGGER t AFTER INSERT ON conversations BEGIN UPDATE conversations SET tenant = 'other'; END",
+        "ALTER TABLE conversations RENAME TO kept; CREATE VIEW conversations AS SELECT * FROM kept",
+        "CREATE TABLE other (a)",
+        "ALTER TABLE conversations ADD COLUMN a",
+        "DROP TABLE conversations",
+        "PRAGMA user_version = 9",
+    ],
+)
+def test_a_file_with_another_schema_is_refused(tmp_path: Path, change: str) -> None:
+    Conversations(tmp_path, most=9).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
+        database.executescript(change)
+    with pytest.raises(StoreCorruptError, match="conversations.sqlite"):
+        Conversations(tmp_path, most=9)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE_NAME)
+    with pytest.raises(StoreCorruptError, match="is no file"):
+        Conversations(tmp_path, most=9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "messages = '{'",
+        "messages = '[1, null]'",
+        "messages = 5",
+        "messages = x'ff'",
+        "messages = printf('%.*c', 100000, '[')",
+        """messages = '[{"role": "root", "content": "x"}]'""",
+        """messages = '[{"role": "assistant", "annotations": [{"url": 1}]}]'""",
+        "title = x'ff'",
+        "title = CAST(x'ff' AS TEXT)",
+        "updated = 'x'",
+    ],
+)
+def test_a_damaged_conversation_is_one_clear_error(client: TestClient, change: str) -> None:
+    id_ = _made(client, "Birds", ASKED)
+    client.app.state.service.conversations._database.execute(f"UPDATE conversations SET {change}")  # type: ignore[attr-defined]
+    for path in ("", "/export"):
+        answer = client.get(f"/api/conversations/{id_}{path}")
+        assert answer.status_code == 500
+        assert "conversations.sqlite is damaged" in answer.json()["error"]["message"]
+    assert client.get("/api/conversations").status_code in (200, 500)
+    assert client.delete(f"/api/conversations/{id_}").status_code == 200
+    assert _made(client, "Owls", ASKED)
+
+
+@pytest.mark.parametrize("field", ["title", "content", "url"])
+def test_texts_with_lone_surrogates_are_refused(client: TestClient, field: str) -> None:
+    texts = {"title": "x", "content": "x", "url": "x"} | {field: "\\ud800"}
+    cited = f'{{"url_citation": {{"start_index": 0, "end_index": 1, "title": "t", "url": "{texts["url"]}"}}}}'
+    message = f'{{"role": "user", "content": "{texts["content"]}", "annotations": [{cited}]}}'
+    body = f'{{"title": "{texts["title"]}", "messages": [{message}]}}'
+    answer = client.post("/api/conversations", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
 
 
 @pytest.mark.parametrize("reader", ['{"a": NaN}', '{"a": "\\ud800"}'])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import itertools
 import json
 import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +17,16 @@ import pytest
 from fastapi.testclient import TestClient
 from llama_index.core.schema import TextNode
 from made_files import pdf
-from waiting_jobs import upload, upload_files
+from waiting import wait_until
+from waiting_jobs import upload, upload_files, wait_for
+from word_embedding import WordEmbedding
 
+from reader_rag.rag.stores.sqlite_file import StoreFile
 from reader_rag.server.documents.library import safe_name
 from reader_rag.server.documents.text import citation_url, document_text
 from reader_rag.server.service import Service
+
+MakeClient = Any
 
 HERON = "The heron stands in the shallow water and waits for fish. " * 12
 OWL = "Größe 🦉 é: the owl hunts at night.\n\nIts ears are uneven.\n" * 8
@@ -113,6 +123,91 @@ def test_a_new_document_of_that_name_is_not_overwritten_by_undo(client: TestClie
     assert client.get(f"/api/documents/{document['id']}").json()["text"] == "The owl hunts."
 
 
+@contextmanager
+def _disk_full(owner: Any, name: str, after: int) -> Iterator[None]:
+    """One call of a function fails, as on a full disk.
+
+    Args:
+        owner: The module or class of the function.
+        name: Its name.
+        after: How many calls succeed before.
+    """
+    real, calls = getattr(owner, name), itertools.count()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == after:
+            full: Exception = OSError(errno.ENOSPC, "the disk is full")
+            raise sqlite3.OperationalError("the disk is full") if owner is StoreFile else full
+        return real(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield
+
+
+_STEPS = [
+    *((Path, name, after) for name in ("mkdir", "replace") for after in range(4)),
+    *((shutil, "copyfileobj", after) for after in range(2)),
+    (StoreFile, "_commit", 0),
+    (WordEmbedding, "_get_text_embedding", 0),
+]
+
+
+def _is_whole(client: TestClient, service: Service, text: str) -> None:
+    """The store has one document, the text and the original are the same, and nothing is left over."""
+    assert service.library is not None
+    [document] = [each for each in _documents(client) if each["name"] == "heron.txt"]
+    assert client.get(f"/api/documents/{document['id']}").json()["text"] == text
+    assert client.get(f"/api/documents/{document['id']}/original").text == text
+    assert not [*service.library.folder.rglob(".previous-*"), *(service.library.folder / "incoming").iterdir()]
+
+
+@pytest.mark.parametrize("step", _STEPS, ids=lambda step: f"{step[1]} {step[2]}")
+def test_a_full_disk_leaves_every_document_whole(
+    client: TestClient, service: Service, step: tuple[Any, str, int]
+) -> None:
+    old, new = "The heron waits.", "The heron flies."
+    assert upload(client, heron=old)["state"] == "done"
+    with _disk_full(*step):
+        answer = client.post(
+            "/api/documents", files=[("files", ("a.txt", b"x")), ("files", ("heron.txt", new.encode()))]
+        )
+        states = [wait_for(client, answer.json()["job"])["state"]] if answer.status_code == 202 else []
+    if answer.status_code != 202:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (507, "not_written")
+    _is_whole(client, service, new if states == ["done"] else old)
+    assert upload(client, heron=old)["state"] == "done"
+    _is_whole(client, service, old)
+    id_ = next(each["id"] for each in _documents(client) if each["name"] == "heron.txt")
+    with _disk_full(*step):
+        answer = client.delete(f"/api/documents/{id_}")
+    if answer.status_code == 200:
+        undo = {"undo": answer.json()["undo"]}
+        with _disk_full(*step):
+            answer = client.post("/api/documents/undo", json=undo)
+        if answer.status_code != 200:
+            assert client.post("/api/documents/undo", json=undo).status_code == 200
+    else:
+        assert "the disk is full" in answer.json()["error"]["message"]
+    _is_whole(client, service, old)
+
+
+@pytest.mark.parametrize("moved", ["the old one", "both", "both, and committed"])
+def test_a_replacement_that_a_kill_interrupted_is_completed_at_the_next_start(
+    make_client: MakeClient, service: Service, moved: str
+) -> None:
+    old, new = "The heron waits.", "The heron flies."
+    assert service.library is not None
+    client = make_client()
+    assert upload(client, heron=new if moved.endswith("committed") else old)["state"] == "done"
+    [original] = (service.library.folder / "originals").rglob("heron.txt")
+    original.with_name(".previous-heron.txt").write_text(old)
+    original.unlink() if moved == "the old one" else original.write_text(new)
+    client = make_client(config={})  # starts anew over the same folder
+    wait_until(lambda: not client.app.state.service.jobs._waiting, "the ingestion")  # type: ignore[attr-defined]
+    _is_whole(client, service, old if moved == "the old one" else new)
+
+
 def test_after_its_time_a_deleted_document_is_gone_from_the_disk(make_client: Any, service: Service) -> None:
     client = make_client({"undo_seconds": 0.0})
     upload(client, heron=HERON)
@@ -133,6 +228,26 @@ def test_an_original_is_for_saving_only(client: TestClient) -> None:
     assert answer.headers["content-disposition"].startswith("attachment")
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert "sandbox" in answer.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("linked", ["file", "folder", "tenant"])
+def test_no_link_among_the_originals_is_followed(
+    client: TestClient, service: Service, tmp_path: Path, linked: str
+) -> None:
+    assert service.library is not None
+    upload(client, heron=HERON)
+    [document] = _documents(client)
+    [original] = (service.library.folder / "originals").rglob("heron.txt")
+    secret = tmp_path / "secret"
+    place = {"file": original, "folder": original.parent, "tenant": original.parents[1]}[linked]
+    inside = secret / ("heron.txt" if linked == "file" else original.relative_to(place))
+    inside.parent.mkdir(parents=True, exist_ok=True)
+    inside.write_text("password")
+    shutil.rmtree(original.parents[1])
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(inside if linked == "file" else secret)
+    answer = client.get(f"/api/documents/{document['id']}/original")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_original")
 
 
 def test_originals_stay_within_their_bound_and_texts_stay(make_client: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import socket
+import struct
 import threading
 from dataclasses import replace
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from live import exchange, live
+from waiting import LIMIT_S, join, wait_until
 from waiting_jobs import upload_files
 
 from reader_rag.errors import BusyError
@@ -122,6 +126,46 @@ def test_names_of_uploads_do_not_leave_their_folder(client: TestClient, service:
     assert [path.is_relative_to(service.library.folder / "originals") for path in kept] == [True]
 
 
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_upload_that_is_broken_off_leaves_nothing(service: Service, reset: bool, chunked: bool) -> None:
+    assert service.library is not None
+    length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 9000000"
+    part = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\n' + b"heron " * 400_000
+    head = b"POST /api/documents HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    with live(_with(service)) as (_, port):
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
+                connection.sendall(head + length + b"\r\n\r\n" + (b"%x\r\n" % len(part) if chunked else b"") + part)
+                if reset:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert b"200 OK" in exchange(port, HEALTH)
+    assert service.library.records("") == []
+    assert not [*(service.library.folder / "incoming").iterdir(), *(service.library.folder / "originals").iterdir()]
+
+
+def test_an_abandoned_stream_of_progress_does_not_end_the_job(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert service.library is not None
+    leave = threading.Event()
+    monkeypatch.setattr(service.library, "bound_originals", lambda tenant: leave.wait(LIMIT_S))
+    body = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nThe heron.\r\n--b--\r\n'
+    head = f"POST /api/documents HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+    with live(_with(service)) as (_, port):
+        try:
+            answer = exchange(port, head.encode() + b"Content-Type: multipart/form-data; boundary=b\r\n\r\n" + body)
+            job = json.loads(answer.partition(b"\r\n\r\n")[2])["job"]
+            for _ in range(3):
+                with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
+                    connection.sendall(f"GET /api/jobs/{job}/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+                    assert b"200 OK" in connection.recv(1 << 16)
+        finally:
+            leave.set()
+        read = f"GET /api/jobs/{job} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
+        wait_until(lambda: b'"state":"done"' in exchange(port, read), "the end of the ingestion")
+
+
 def test_markup_stays_text_in_names_and_documents(client: TestClient) -> None:
     name, text = "<img src=x onerror=alert(1)>.txt", "<script>alert('x')</script> & <b>bold</b>"
     upload_files(client, {name: text})
@@ -189,3 +233,45 @@ def test_a_request_that_runs_is_finished_when_the_service_is_ended(service: Serv
         router.routes.pop()
     assert answers[0].startswith(b"HTTP/1.1 200 OK")
     assert answers[0].endswith(b'"done"')
+
+
+def _read_into(answer: bytearray, port: int, request: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
+        connection.sendall(request)
+        while data := connection.recv(1 << 16):
+            answer.extend(data)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_off_at_the_end_of_the_grace_says_so(
+    service: Service, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = service.engine
+    assert engine is not None
+    leave, answer = threading.Event(), bytearray()
+    body = json.dumps({"model": "tiny", "stream": stream, "messages": [{"role": "user", "content": "Hello?"}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+    request = head.encode() + b"Content-Type: application/json\r\n\r\n" + body
+    stopping = threading.Thread(target=engine.between_steps, args=(leave.wait,))  # nothing is decoded meanwhile
+    stopping.start()
+    try:
+        with live(_with(service, grace=0.0)) as (server, port):
+            asking = threading.Thread(target=_read_into, args=(answer, port, request))
+            asking.start()
+            wait_until(lambda: b"assistant" in answer if stream else engine.busy.waiting, "the begin of the answer")
+            server.should_exit = True
+            join(asking)
+    finally:
+        leave.set()
+        join(stopping)
+    if stream:
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        *_, error, done = answer.split(b"data: ")
+        assert json.loads(error)["error"]["code"] == "shutting_down"
+        assert done.startswith(b"[DONE]")
+        assert answer.endswith(b"\r\n0\r\n\r\n")  # complete for HTTP
+    else:
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "shutting_down"
+    wait_until(lambda: not engine.busy.waiting + engine.busy.running, "the end of the request in the engine")
+    assert "Traceback" not in caplog.text

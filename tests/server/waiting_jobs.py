@@ -20,7 +20,11 @@ def upload_files(client: TestClient, files: dict[str, str | bytes]) -> dict[str,
     ]
     answer = client.post("/api/documents", files=sent)
     assert answer.status_code == 202, answer.text
-    job = answer.json()["job"]
+    return wait_for(client, answer.json()["job"])
+
+
+def wait_for(client: TestClient, job: str) -> dict[str, Any]:
+    """Wait until an ingestion has ended; returns the job's state."""
     states: list[dict[str, Any]] = []
 
     def ended() -> bool:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from reader_rag.util.files import Files, atomic_path, partial_paths
+from reader_rag.util.files import Files, atomic_path, open_regular, partial_paths, read_regular
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_only_regular_files_are_read_and_nothing_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular(tmp_path / "file") == read_regular(tmp_path / "link") == b"content"
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match=r"not a regular file|directory"):
+            open_regular(path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "none")
 
 
 def test_a_file_is_replaced_when_the_block_ends(tmp_path: Path) -> None:

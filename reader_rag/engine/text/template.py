@@ -43,6 +43,8 @@ def render_chat(
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"{name} has no chat template; pass a formatted prompt to complete() instead")
     apply = tokenizer.apply_chat_template
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
+        raise ConfigError('messages must be a list of mappings with "role" and "content"')
     copies = [dict(message) for message in messages]
     try:
         text = bounded_template(

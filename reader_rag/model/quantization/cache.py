@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from reader_rag.errors import ReaderError
 from reader_rag.model.fingerprint import FORMAT_VERSION
 from reader_rag.model.weights_cache import Progress, cache_folder, is_disk_full, locked
-from reader_rag.util.files import atomic_path, partial_paths
+from reader_rag.util.files import atomic_path, open_regular, partial_paths, read_regular
 from reader_rag.util.one_line import first_line
 
 _WEIGHTS, _ABOUT = "weights.safetensors", "entry.json"
@@ -136,7 +136,7 @@ def read_or_make(fingerprint: str, begin: Callable[[], Work], progress: Progress
 def _read(folder: Path, fingerprint: str) -> Entry | None:
     """The entry in a folder; None: there is none, or it is damaged, of another model, or of another version."""
     try:
-        kept: dict[str, Any] = json.loads((folder / _ABOUT).read_bytes())
+        kept: dict[str, Any] = json.loads(read_regular(folder / _ABOUT))
         if (kept["version"], kept["fingerprint"]) != (FORMAT_VERSION, fingerprint):
             return None
         about = About(**kept["about"])
@@ -147,7 +147,7 @@ def _read(folder: Path, fingerprint: str) -> Entry | None:
             return Entry(about, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118  no mapping
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         _log.warning("%s cannot be read (%s); the weights are quantised again", folder, first_line(error))
         return None
 
@@ -208,7 +208,7 @@ def _write_whole(file: FileIO, data: Any) -> None:
 
 
 def _hash(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
@@ -227,6 +227,6 @@ def _remove(folder: Path) -> None:
 
 def _outdated(folder: Path) -> Iterator[Path]:
     for about in folder.glob(f"*/{_ABOUT}"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(about.read_bytes())["version"] < FORMAT_VERSION:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            if json.loads(read_regular(about))["version"] < FORMAT_VERSION:
                 yield about.parent

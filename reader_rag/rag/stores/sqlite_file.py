@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,7 @@ class StoreFile:
             raise StoreNotFoundError.at(folder)
         if size == 0:
             raise StoreCorruptError(f"{path} is empty (0 bytes), not a store; {_REMEDY}")
+        check_side_files(path)
         try:
             database = sqlite3.connect(
                 f"{path.resolve().as_uri()}?mode=rw",
@@ -258,6 +260,22 @@ class StoreFile:
             raise store_error(error, str(self.path or "the store"), _REMEDY, writing=writing) from error
         except UnicodeDecodeError as error:  # a name or message in a damaged file
             raise self._damaged("a text") from error
+
+
+def check_side_files(path: Path) -> None:
+    """Refuse a pipe, a device, a folder or a link where SQLite keeps its journals: it would wait for one for ever.
+
+    Args:
+        path: The database.
+
+    Raises:
+        StoreCorruptError: There is such a file beside it.
+    """
+    for suffix in ("-journal", "-wal", "-shm"):
+        beside = path.with_name(path.name + suffix)
+        with contextlib.suppress(OSError):
+            if not stat.S_ISREG(beside.lstat().st_mode):
+                raise StoreCorruptError(f"{beside} is no regular file; remove it")
 
 
 def store_error(error: sqlite3.Error, file: str, remedy: str, *, writing: bool) -> StoreError:

@@ -103,10 +103,15 @@ class StoreRows:
         """The version of a tenant's rows, different after each change; None if the tenant never had rows.
 
         Raises:
-            StoreCorruptError: The tenant's record is damaged.
+            StoreCorruptError: The tenant's record is damaged, or is missing although there are nodes.
         """
         row = self._tenant_row(tenant)
-        return None if row is None else str(row[0])
+        if row is not None:
+            return str(row[0])
+        query = "SELECT EXISTS (SELECT 1 FROM nodes WHERE tenant = ?)"
+        if self._database.execute(query, (tenant,)).fetchone()[0]:
+            raise self._damaged("a tenant's record")
+        return None
 
     def _tenant_row(self, tenant: str) -> tuple[str, int] | None:
         """Version and number of nodes of a tenant."""

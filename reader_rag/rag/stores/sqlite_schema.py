@@ -128,7 +128,7 @@ def difference(database: sqlite3.Connection, version: int) -> str:
         database: The open file.
         version: Its format.
     """
-    found, expected = _entries(database), _expected(version)
+    found, expected = schema_entries(database), _expected(version)
     wrong = sorted({name for name, _ in found ^ expected}, key=str)
     return f"{str(wrong[0])[:40]!r}" if wrong else ""
 
@@ -153,8 +153,12 @@ def migrate(database: sqlite3.Connection, version: int) -> bool:
     return True
 
 
-def _entries(database: sqlite3.Connection) -> set[tuple[Any, Any]]:
-    """What a file contains, by name; the automatic indexes and tables of SQLite are not listed."""
+def schema_entries(database: sqlite3.Connection) -> set[tuple[Any, Any]]:
+    """What the schema of a file has, by name; the automatic indexes and tables of SQLite are left out.
+
+    Args:
+        database: The open file.
+    """
     query = "SELECT name, type, tbl_name, sql FROM sqlite_master"
     rows = database.execute(query).fetchall()
     return {
@@ -169,4 +173,4 @@ def _expected(version: int) -> frozenset[tuple[Any, Any]]:
     tables = {1: _TABLES_1, 2: _TABLES_2, 3: _TABLES}[version]
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.executescript(";\n".join((_META, *tables)) + ";")
-        return frozenset(_entries(database))
+        return frozenset(schema_entries(database))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from reader_rag.server.access import Caller, CallerDep, ServiceDep
 from reader_rag.server.conversations.store import Conversation, Conversations, Owner, as_markdown
@@ -46,6 +48,11 @@ class ConversationBody(BaseModel):
 
     title: str = Field(max_length=500)
     messages: list[StoredMessage] = Field(default=[], max_length=2000)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _storable(self.model_dump())
+        return self
 
 
 class ConversationTitle(BaseModel):
@@ -88,15 +95,26 @@ def _missing() -> ApiError:
     return ApiError(404, "there is no such conversation", code="conversation_not_found")
 
 
-def _found(conversation: Conversation | None) -> Conversation:
-    if conversation is None:
+def _info(kept: Conversations, found: Conversation | None) -> ConversationInfo:
+    """A conversation in the API's form.
+
+    Raises:
+        ApiError: There is none.
+        StoreCorruptError: It has another form: no service has written it.
+    """
+    if found is None:
         raise _missing()
-    return conversation
+    with _decoding(kept):
+        messages = [StoredMessage.model_validate(message) for message in found.messages]
+        return ConversationInfo(id=found.id, title=found.title, updated=found.updated, messages=messages)
 
 
-def _info(found: Conversation) -> ConversationInfo:
-    messages = [StoredMessage.model_validate(message) for message in found.messages]
-    return ConversationInfo(id=found.id, title=found.title, updated=found.updated, messages=messages)
+@contextmanager
+def _decoding(kept: Conversations) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise kept.damaged() from error
 
 
 def _messages(body: ConversationBody) -> tuple[dict[str, Any], ...]:
@@ -112,22 +130,25 @@ def list_conversations(
     offset: Annotated[int, Query(ge=0, le=1 << 31, description="How many to leave out before.")] = 0,
 ) -> ConversationList:
     """The caller's conversations, the last changed first."""
-    found = _kept(service).list(_owner(caller), q, limit, offset)
-    return ConversationList(
-        conversations=[ConversationTitle(id=each.id, title=each.title, updated=each.updated) for each in found]
-    )
+    kept = _kept(service)
+    found = kept.list(_owner(caller), q, limit, offset)
+    with _decoding(kept):
+        titles = [ConversationTitle(id=each.id, title=each.title, updated=each.updated) for each in found]
+    return ConversationList(conversations=titles)
 
 
 @router.post("", status_code=201)
 def create(service: ServiceDep, caller: CallerDep, body: ConversationBody) -> ConversationInfo:
     """Keep a new conversation."""
-    return _info(_kept(service).add(_owner(caller), body.title, _messages(body)))
+    kept = _kept(service)
+    return _info(kept, kept.add(_owner(caller), body.title, _messages(body)))
 
 
 @router.get("/{conversation}")
 def read(service: ServiceDep, caller: CallerDep, conversation: ConversationId) -> ConversationInfo:
     """A conversation."""
-    return _info(_found(_kept(service).get(_owner(caller), conversation)))
+    kept = _kept(service)
+    return _info(kept, kept.get(_owner(caller), conversation))
 
 
 @router.put("/{conversation}")
@@ -135,7 +156,8 @@ def change(
     service: ServiceDep, caller: CallerDep, conversation: ConversationId, body: ConversationBody
 ) -> ConversationInfo:
     """Replace a conversation."""
-    return _info(_found(_kept(service).change(_owner(caller), conversation, body.title, _messages(body))))
+    kept = _kept(service)
+    return _info(kept, kept.change(_owner(caller), conversation, body.title, _messages(body)))
 
 
 @router.delete("/{conversation}")
@@ -153,6 +175,9 @@ def remove(service: ServiceDep, caller: CallerDep, conversation: ConversationId)
 )
 def export(service: ServiceDep, caller: CallerDep, conversation: ConversationId) -> Response:
     """A conversation as Markdown."""
-    found = _found(_kept(service).get(_owner(caller), conversation))
+    kept = _kept(service)
+    found = kept.get(_owner(caller), conversation)
+    _info(kept, found)  # raises where there is none, or it is damaged
+    assert found is not None
     headers = {"Content-Disposition": f'attachment; filename="conversation-{found.id[:8]}.md"'}
     return Response(as_markdown(found), media_type="text/markdown", headers=headers)

@@ -10,11 +10,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from reader_rag.errors import StoreCorruptError, StoreWriteError
-from reader_rag.rag.stores.sqlite_file import store_error
+from reader_rag.rag.stores.sqlite_file import check_side_files, store_error
+from reader_rag.rag.stores.sqlite_schema import schema_entries
 
 FILE_NAME = "conversations.sqlite"
 
@@ -87,14 +89,29 @@ class Conversations:
         except OSError as error:
             raise StoreWriteError(f"the folder {folder} cannot be made ({error.strerror or error})") from error
         with self._errors():
+            if self._path.exists() and not self._path.is_file():
+                raise StoreCorruptError(f"{self._path} is no file; move it away")
+            check_side_files(self._path)
             self._database = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
-            identity = self._pragma("application_id"), self._pragma("user_version")
-            if identity == (0, 0) and not self._pragma("schema_version"):
-                self._database.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}COMMIT;")
-            elif identity != (_APPLICATION_ID, _VERSION):
-                raise StoreCorruptError(
-                    f"{self._path} is no file of conversations, or of another version; move it away"
-                )
+            try:
+                self._open()
+            except BaseException:
+                self._database.close()
+                raise
+
+    def _open(self) -> None:
+        """Check the file, or make its table. As of a document store, its schema is compared before it is trusted."""
+        self._database.execute("PRAGMA trusted_schema = OFF")
+        self._database.execute("PRAGMA cell_size_check = ON")
+        identity = self._pragma("application_id"), self._pragma("user_version")
+        if identity == (0, 0) and not self._pragma("schema_version"):
+            self._database.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}COMMIT;")
+        elif identity != (_APPLICATION_ID, _VERSION):
+            raise StoreCorruptError(f"{self._path} is no file of conversations, or of another version; move it away")
+        elif schema_entries(self._database) != _expected_entries():
+            raise StoreCorruptError(f"{self._path} has other tables than a file of conversations; move it away")
+        elif (found := self._database.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+            raise StoreCorruptError(f"{self._path} is damaged ({str(found).splitlines()[-1]}); move it away")
 
     def close(self) -> None:
         """Release the file."""
@@ -137,7 +154,10 @@ class Conversations:
         if row is None:
             return None
         found, title, updated, messages = row
-        return Conversation(found, title, updated, tuple(json.loads(messages)))
+        try:
+            return Conversation(found, title, updated, tuple(json.loads(messages)))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self.damaged() from error
 
     def add(self, owner: Owner, title: str, messages: tuple[dict[str, Any], ...]) -> Conversation:
         """Keep a new conversation.
@@ -194,6 +214,10 @@ class Conversations:
             )
         return cursor.rowcount > 0
 
+    def damaged(self) -> StoreCorruptError:
+        """The error of a conversation whose row no service has written."""
+        return StoreCorruptError(f"a conversation in {self._path} is damaged; delete it, or move the file away")
+
     def _pragma(self, name: str) -> int:
         return int(self._database.execute(f"PRAGMA {name}").fetchone()[0])
 
@@ -214,8 +238,20 @@ class Conversations:
     def _errors(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeDecodeError as error:
+            raise self.damaged() from error
         except sqlite3.Error as error:
+            if "Could not decode" in str(error):
+                raise self.damaged() from error
             raise store_error(error, str(self._path), "move it away", writing=True) from error
+
+
+@cache
+def _expected_entries() -> frozenset[tuple[Any, Any]]:
+    """What the file's schema has."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(_SCHEMA)
+        return frozenset(schema_entries(database))
 
 
 def _words(title: str, messages: tuple[dict[str, Any], ...]) -> str:

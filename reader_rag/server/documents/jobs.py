@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -16,15 +17,13 @@ from typing import Literal
 from reader_rag.config import ReadLimits, ServerConfig
 from reader_rag.errors import BusyError, IngestError, ReaderError
 from reader_rag.rag.ingest import IngestReport, SkippedFile, ingest
-from reader_rag.server.documents.library import Library
+from reader_rag.server.documents.library import PREVIOUS, Library, writing_errors
 from reader_rag.server.documents.text import document_id
 from reader_rag.server.errors import log_bug
 
 _WORKERS = 4
 _KEPT_JOBS = 1024
 """States that are kept, so that clients can ask for jobs that have ended."""
-_PREVIOUS = ".previous"
-"""Name of the original that an upload of the same name replaces, until that one is ingested."""
 _STOPPED = "the service was stopped"
 _WATCH_S = 0.05
 
@@ -95,6 +94,9 @@ class Jobs:
         self._states: OrderedDict[str, JobState] = OrderedDict()
         self._waiting: dict[str, deque[tuple[str, list[Upload], Path]]] = {}  # of tenants that have running jobs
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="reader-ingest")
+        with writing_errors(library.folder):
+            for tenant, folder in library.interrupted().items():
+                self.submit(tenant, [Upload(file, file.name) for file in sorted(folder.iterdir())], folder, ())
 
     def submit(self, tenant: str, uploads: Sequence[Upload], folder: Path, skipped: Sequence[tuple[str, str]]) -> str:
         """Begin an ingestion.
@@ -190,7 +192,7 @@ class Jobs:
             self._change(id_, state="failed", error="none of the files can be ingested")
             return
         self._change(id_, state="running")
-        places = [self._put(tenant, upload) for upload in uploads]
+        places = self._put_all(tenant, uploads)
         in_order = sorted(places)
 
         def report(stage: str, done: int, total: int) -> None:
@@ -229,26 +231,43 @@ class Jobs:
             error=failure,
         )
 
+    def _put_all(self, tenant: str, uploads: Sequence[Upload]) -> list[Path]:
+        """Put uploaded files where originals are kept, all or none."""
+        places: list[Path] = []
+        try:
+            for upload in uploads:
+                places.append(self._put(tenant, upload))
+        except BaseException:
+            self._settle(places, set(places))
+            raise
+        return places
+
     def _put(self, tenant: str, upload: Upload) -> Path:
         """Put an uploaded file where originals are kept; an earlier one is kept aside until it is ingested."""
-        place = self._library.place(tenant, upload.name).resolve()
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place = self._library.make_place(tenant, upload.name)
+        previous = place.with_name(PREVIOUS + place.name)
         if place.exists():
-            place.replace(place.with_name(_PREVIOUS))
-        upload.path.replace(place)
+            place.replace(previous)
+        try:
+            upload.path.replace(place)
+        except BaseException:
+            if previous.exists():
+                previous.replace(place)
+            raise
         return place
 
     def _settle(self, places: Sequence[Path], skipped: set[Path]) -> None:
         """Keep the new originals of ingested files, and the earlier ones of those that were not."""
         for place in places:
-            previous = place.with_name(_PREVIOUS)
+            previous = place.with_name(PREVIOUS + place.name)
             if place not in skipped:
                 previous.unlink(missing_ok=True)
             elif previous.exists():
                 previous.replace(place)
             else:
                 place.unlink(missing_ok=True)
-                place.parent.rmdir()
+                with contextlib.suppress(OSError):  # another job's file is in it
+                    place.parent.rmdir()
 
     def _change(self, id_: str, **changes: object) -> None:
         with self._lock:

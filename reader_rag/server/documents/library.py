@@ -11,6 +11,7 @@ import threading
 import time
 import unicodedata
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ from reader_rag.server.errors import ApiError, unknown_document
 _ORIGINALS = "originals"
 _TRASH = "trash"
 _INCOMING = "incoming"
+_TENANT = ".tenant"
+"""Name of a file in the folder of a tenant's originals, which itself has a hash as name."""
+PREVIOUS = ".previous-"
+"""Prefix of the name of an earlier original while one of the same name is ingested."""
 _NAME_BYTES = 180
 _UNDOS_PER_TENANT = 32
 _SUMMARIES = 1 << 14
@@ -95,15 +100,11 @@ class Library:
         self._lock = threading.Lock()
         self._deleted: OrderedDict[str, _Deleted] = OrderedDict()
         self._summaries: OrderedDict[tuple[str, str, str], tuple[str, int, int, str]] = OrderedDict()
-        try:
+        with writing_errors(folder):
             for name in (_ORIGINALS, _TRASH, _INCOMING):
                 (folder / name).mkdir(parents=True, exist_ok=True)
             self._empty(_TRASH)  # of an earlier process: nobody has the tokens any more
             self._empty(_INCOMING)
-        except OSError as error:
-            raise StoreWriteError(
-                f"the folder {folder} cannot be written ({error.strerror or error}); choose another store"
-            ) from error
 
     def close(self) -> None:
         """Remove what was deleted and not restored."""
@@ -187,9 +188,11 @@ class Library:
         """
         # The folder of the store may have been moved since: only the end of the recorded path counts.
         path = self.place(tenant, Path(record.path).name)
-        if Path(record.path).parts[-4:] != path.parts[-4:] or path.is_symlink() or not path.is_file():
+        if Path(record.path).parts[-4:] != path.parts[-4:] or not path.is_file():
             return None
-        return path
+        # No link leads out of the folder of originals, which itself may be one.
+        inside = (self.folder / _ORIGINALS).resolve() / path.relative_to(self.folder / _ORIGINALS)
+        return path if path.resolve() == inside else None
 
     # -- files of uploads --
 
@@ -217,13 +220,45 @@ class Library:
         for _, size, path in sorted(found):
             if excess <= 0:
                 break
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the next ingestion tries again
+                path.unlink(missing_ok=True)
             excess -= size
+
+    def make_place(self, tenant: str, name: str) -> Path:
+        """The `place` of an upload, with its folder.
+
+        Args:
+            tenant: The tenant.
+            name: A name that `safe_name` returned.
+        """
+        place = self.place(tenant, name).resolve()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if _owner(place) != tenant:
+            (place.parents[1] / _TENANT).write_text(tenant, encoding="utf-8")
+        return place
+
+    def interrupted(self) -> dict[str, Path]:
+        """Undo what an earlier process was doing with originals when it was killed.
+
+        Returns:
+            By tenant, a folder with the uploads that it had taken and not ingested yet.
+        """
+        found: dict[str, Path] = {}
+        for previous in (self.folder / _ORIGINALS).glob(f"*/*/{PREVIOUS}*"):
+            place = previous.with_name(previous.name.removeprefix(PREVIOUS))
+            tenant = _owner(place)
+            if place.exists() and tenant is not None:
+                if tenant not in found:
+                    found[tenant] = self.incoming()
+                place.replace(found[tenant] / place.name)
+            previous.replace(place)
+        return found
 
     def incoming(self) -> Path:
         """A new folder for the files of an upload."""
         folder = self.folder / _INCOMING / secrets.token_hex(8)
-        folder.mkdir()
+        with writing_errors(self.folder):
+            folder.mkdir()
         return folder
 
     # -- deletion --
@@ -246,15 +281,14 @@ class Library:
         store = self.store.for_tenant(tenant)
         nodes = store.get_nodes(doc_ids=[record.path])
         original = self.original(tenant, record)
-        store.replace_documents((), (), [record.path])
         token = secrets.token_urlsafe(16)
-        in_trash = None
-        if original is not None:
-            in_trash = self.folder / _TRASH / token
-            in_trash.mkdir()
-            original.replace(in_trash / original.name)
-            with contextlib.suppress(OSError):  # a new one is being uploaded
-                original.parent.rmdir()
+        in_trash = None if original is None else self._thrown_away(original, token)
+        try:
+            store.replace_documents((), (), [record.path])
+        except BaseException:
+            if original is not None and in_trash is not None:
+                self._taken_back(in_trash, original)
+            raise
         until = time.time() + self._config.undo_seconds
         with self._lock:
             self._deleted[token] = _Deleted(tenant, record, nodes, in_trash, until)
@@ -288,17 +322,44 @@ class Library:
             vectors = self.embedding.get_text_embedding_batch(texts)
             for node, vector in zip(deleted.nodes, vectors, strict=True):
                 node.embedding = vector
-            if deleted.original is not None:
-                place = self.place(tenant, Path(record.path).name)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                (deleted.original / place.name).replace(place)
-                deleted.original.rmdir()
-            self.store.for_tenant(tenant).replace_documents(deleted.nodes, [record])
+            self._restore(deleted)
         except BaseException:
             with self._lock:
                 self._deleted[token] = deleted  # it may be tried again
             raise
         return document_id(record.path)
+
+    def _restore(self, deleted: _Deleted) -> None:
+        """Put a deleted document back, whole or not at all."""
+        place = self.place(deleted.tenant, Path(deleted.record.path).name)
+        if deleted.original is not None:
+            self._taken_back(deleted.original, place)
+        try:
+            self.store.for_tenant(deleted.tenant).replace_documents(deleted.nodes, [deleted.record])
+        except BaseException:
+            if deleted.original is not None:
+                with contextlib.suppress(OSError):
+                    deleted.original.mkdir(exist_ok=True)
+                    place.replace(deleted.original / place.name)
+            raise
+
+    def _thrown_away(self, original: Path, token: str) -> Path:
+        """Move an original into the trash; returns its folder there."""
+        folder = self.folder / _TRASH / token
+        with writing_errors(self.folder):
+            folder.mkdir()
+            original.replace(folder / original.name)
+        with contextlib.suppress(OSError):  # a new one is being uploaded
+            original.parent.rmdir()
+        return folder
+
+    def _taken_back(self, folder: Path, original: Path) -> None:
+        """Move an original back out of the trash."""
+        with writing_errors(self.folder):
+            original.parent.mkdir(parents=True, exist_ok=True)
+            (folder / original.name).replace(original)
+        with contextlib.suppress(OSError):  # it is removed with the trash
+            folder.rmdir()
 
     def purge(self) -> None:
         """Remove for good what was deleted longer ago than it can be restored, and more than may wait for that."""
@@ -317,6 +378,22 @@ class Library:
     def _empty(self, name: str) -> None:
         for entry in (self.folder / name).iterdir():
             shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing_errors(folder: Path) -> Iterator[None]:
+    """Raise a `StoreWriteError` in place of an `OSError`.
+
+    Args:
+        folder: Folder of the originals, for the message.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StoreWriteError(
+            f"the folder {folder} cannot be written ({error.strerror or error}); make room, check its permissions, or "
+            "choose another store"
+        ) from error
 
 
 def safe_name(name: str, *, on_windows: bool = os.name == "nt") -> str:
@@ -343,6 +420,15 @@ def safe_name(name: str, *, on_windows: bool = os.name == "nt") -> str:
 
 _DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{number}" for port in ("COM", "LPT") for number in range(1, 10))}
 """Names that are devices on Windows, with any suffix."""
+
+
+def _owner(place: Path) -> str | None:
+    """Whose original lies at a place; None: that was not written down, or not to its end."""
+    try:
+        tenant = (place.parents[1] / _TENANT).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return tenant if _hashed(tenant) == place.parents[1].name else None
 
 
 def _hashed(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path as FilePath
@@ -18,7 +19,7 @@ from starlette.datastructures import UploadFile
 
 from reader_rag.server.access import Caller, CallerDep, ServiceDep
 from reader_rag.server.documents.jobs import Jobs, JobState, Upload
-from reader_rag.server.documents.library import Library, safe_name
+from reader_rag.server.documents.library import Library, safe_name, writing_errors
 from reader_rag.server.documents.text import document_id
 from reader_rag.server.errors import ApiError, unknown_document
 from reader_rag.server.event_stream import EVENT_STREAM
@@ -171,18 +172,23 @@ async def upload(request: Request, service: ServiceDep, caller: CallerDep) -> Ac
     library, jobs = library_of(service), _jobs(service)
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(415, "send the files as multipart/form-data, in fields named files")
-    async with request.form(max_files=service.config.files_per_request, max_fields=_MOST_FIELDS) as form:
+    with writing_errors(FilePath(tempfile.gettempdir())):  # the parser keeps larger files there
+        form = await request.form(max_files=service.config.files_per_request, max_fields=_MOST_FIELDS)
+    try:
         files = form.getlist("files")
         uploads = [file for file in files if isinstance(file, UploadFile)]
         if not uploads or len(uploads) != len(files):
             raise ApiError(400, "send at least one file in a field named files", param="files")
         return await run_in_threadpool(_submit, library, jobs, service.config.file_bytes, caller, uploads)
+    finally:
+        await form.close()
 
 
 def _submit(library: Library, jobs: Jobs, most_bytes: int, caller: Caller, files: list[UploadFile]) -> Accepted:
     folder = library.incoming()
     try:
-        taken, skipped = _stored(folder, files, most_bytes)
+        with writing_errors(library.folder):
+            taken, skipped = _stored(folder, files, most_bytes)
         return Accepted(job=jobs.submit(caller.tenant, taken, folder, skipped))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -104,6 +104,20 @@ def _no_json(place: Path) -> None:
     (place / "entry.json").write_text("{")
 
 
+def _deep_json(place: Path) -> None:
+    (place / "entry.json").write_text("[" * 100_000)
+
+
+def _endless(place: Path) -> None:
+    (place / "entry.json").unlink()
+    (place / "entry.json").symlink_to("/dev/zero")
+
+
+def _endless_weights(place: Path) -> None:
+    (place / "weights.safetensors").unlink()
+    (place / "weights.safetensors").symlink_to("/dev/zero")
+
+
 def _other_object(place: Path) -> None:
     (place / "entry.json").write_text("[]")
 
@@ -126,6 +140,9 @@ def _empty(place: Path) -> None:
     _remove_weights(place)
 
 
+_DEVICES = pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -134,6 +151,9 @@ def _empty(place: Path) -> None:
         _remove_weights,
         _remove_about,
         _no_json,
+        _deep_json,
+        pytest.param(_endless, marks=_DEVICES),
+        pytest.param(_endless_weights, marks=_DEVICES),
         _other_object,
         _other_model,
         _other_version,

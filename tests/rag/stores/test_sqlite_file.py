@@ -245,3 +245,16 @@ def test_a_folder_without_permission_raises_a_store_error(tmp_path: Path, monkey
         FaissStore.open(tmp_path)
     with pytest.raises(StoreError, match="Permission denied"):
         FaissStore(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("suffix", ["-journal", "-wal", "-shm"])
+def test_a_special_file_beside_a_store_is_refused_and_never_waited_for(folder: Path, suffix: str) -> None:
+    FaissStore(folder).close()
+    beside = folder / f"{FILE_NAME}{suffix}"
+    for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")):
+        make(beside)
+        with pytest.raises(StoreCorruptError, match="is no regular file; remove it"):
+            FaissStore.open(folder)
+        beside.rmdir() if beside.is_dir() else beside.unlink()
+    FaissStore.open(folder).close()

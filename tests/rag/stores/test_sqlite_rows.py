@@ -43,6 +43,7 @@ CHANGES = [
     "UPDATE tenants SET version = 'x'",
     "UPDATE tenants SET nodes = 3",
     "UPDATE tenants SET nodes = 'x'",
+    "DELETE FROM tenants",
 ]
 
 
