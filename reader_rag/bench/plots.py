@@ -38,20 +38,6 @@ def plot_reliability(bins: Sequence[Mapping[str, float]], path: Path) -> None:
     _save(figure, path)
 
 
-def plot_ablation(rows: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Draw tokens per step by what is switched off.
-
-    Args:
-        rows: By name, tokens per step by category.
-        path: A .png or .svg file, overwritten.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        ConfigError: The file cannot be written.
-    """
-    plot_bars(rows, "tokens per step", path)
-
-
 def plot_bars(rows: Mapping[str, Mapping[str, float]], quantity: str, path: Path) -> None:
     """Draw bars in groups.
 

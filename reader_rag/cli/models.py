@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from reader_rag.bench.options import Device, Dtype, Quantization, TrustRemoteCode
+from reader_rag.bench.option_groups import with_option_groups
 from reader_rag.cli.display.terminal import output, status
 from reader_rag.config import LoadConfig
 
@@ -42,15 +42,13 @@ def get_model(name: Name) -> None:
 
 
 @app.command("profile", epilog="Example: reader-rag models profile Qwen/Qwen3-0.6B --dtype bfloat16")
+@with_option_groups
 def profile_model(
     name: Name,
     out: Annotated[
         Path | None, typer.Option(help="File to write.", show_default="in the cache folder, where it is found")
     ] = None,
-    dtype: Dtype = LoadConfig.dtype,
-    quantization: Quantization = LoadConfig.quantization,
-    device: Device = LoadConfig.device,
-    trust_remote_code: TrustRemoteCode = LoadConfig.trust_remote_code,
+    load: LoadConfig = LoadConfig(),
 ) -> None:
     """Record a model's next tokens for drafts.
 
@@ -65,14 +63,7 @@ def profile_model(
     from reader_rag.model.weights_cache import cache_folder
 
     with status(f"loading {name}"):
-        engine = Engine.load(
-            name,
-            dtype=dtype,
-            quantization=quantization,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            profile="off",
-        )
+        engine = Engine.load(name, **vars(load), profile="off")
     with status("profiling") as say:
         profile = make_profile(
             engine.target,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reader_rag.bench.option_groups import with_option_groups
-from reader_rag.bench.options import MaxTokens, setting_option
+from reader_rag.bench.option_groups import Only, with_option_groups
+from reader_rag.bench.options import MaxTokens
 from reader_rag.cli.display.terminal import messages
 from reader_rag.cli.loading import ModelOptions
 from reader_rag.cli.options import StoreOptions, Tenant
@@ -34,8 +35,9 @@ def serve(
     create: Annotated[
         bool, typer.Option("--create", help="Begin with an empty store if there is none; upload documents to it.")
     ] = False,
-    host: Annotated[str, setting_option(ServerConfig, "host")] = ServerConfig.host,
-    port: Annotated[int, setting_option(ServerConfig, "port")] = ServerConfig.port,
+    config: Annotated[
+        ServerConfig, Only("host", "port", "upload_bytes", "file_bytes", "originals_bytes", "grace")
+    ] = ServerConfig(),
     api_keys: Annotated[
         Path | None,
         typer.Option(
@@ -55,16 +57,12 @@ def serve(
         list[str] | None,
         typer.Option("--cors-origin", help="A site whose pages may call the API; may be repeated."),
     ] = None,
-    upload_bytes: Annotated[int, setting_option(ServerConfig, "upload_bytes")] = ServerConfig.upload_bytes,
-    file_bytes: Annotated[int, setting_option(ServerConfig, "file_bytes")] = ServerConfig.file_bytes,
-    originals_bytes: Annotated[int, setting_option(ServerConfig, "originals_bytes")] = ServerConfig.originals_bytes,
     markdown_footer: Annotated[
         bool,
         typer.Option(
             "--markdown-footer", help="Write the sources under answers, too, for clients that drop annotations."
         ),
     ] = ServerConfig.markdown_footer,
-    grace: Annotated[float, setting_option(ServerConfig, "grace")] = ServerConfig.grace,
     max_tokens: MaxTokens = SamplingParams.max_tokens,
     tenant: Tenant = "",
     models: ModelOptions = ModelOptions(),
@@ -76,16 +74,11 @@ def serve(
     latest after --grace seconds.
     """
     place = documents.place
-    config = ServerConfig(
-        host=host,
-        port=port,
+    config = replace(
+        config,
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
-        upload_bytes=upload_bytes,
-        file_bytes=file_bytes,
-        originals_bytes=originals_bytes,
         markdown_footer=markdown_footer,
-        grace=grace,
     )
     _require_packages()
     from reader_rag.server.running import check_address, listen, open_service

@@ -94,9 +94,9 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     """
     record = weights_record(model)
     if record is None:
-        return weights_fingerprint(_sample(model), "", _dtype_name(model.dtype))
+        return weights_fingerprint(_sample(model), "", name_of_dtype(model.dtype))
     if record.scheme is None:
-        return weights_fingerprint(f"{record.content} {_sample(model)}", record.revision, _dtype_name(model.dtype))
+        return weights_fingerprint(f"{record.content} {_sample(model)}", record.revision, name_of_dtype(model.dtype))
     return weights_fingerprint(record.content, record.revision, record.dtype, record.scheme)
 
 
@@ -134,7 +134,7 @@ def quantization_name(model: PreTrainedModel) -> str:
 def dtype_name(model: PreTrainedModel) -> str:
     """The type of a model's weights, or of those that are not quantised, e.g. "bfloat16"."""
     record = weights_record(model)
-    return _dtype_name(model.dtype) if record is None or record.scheme is None else record.dtype
+    return name_of_dtype(model.dtype) if record is None or record.scheme is None else record.dtype
 
 
 def record_weights(
@@ -151,7 +151,7 @@ def record_weights(
         scheme: How it is quantised; None: it is not.
         dtype: Type of what is not quantised; None: the model's.
     """
-    record = WeightsRecord(folder_content(folder), revision_of(folder), _dtype_name(dtype or model.dtype), scheme)
+    record = WeightsRecord(folder_content(folder), revision_of(folder), name_of_dtype(dtype or model.dtype), scheme)
     model.weights_record = record  # type: ignore[assignment]  # a module takes any attribute
 
 
@@ -247,7 +247,8 @@ def _numbers_of(tensor: torch.Tensor) -> torch.Tensor:
     return chosen.contiguous().view(torch.uint8)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """The name of a type of weights, e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -144,22 +144,14 @@ def ingest(
     _require_any(roots, given.documents)
     with _ingestion_lock(store, tenant):
         known = _known_documents(store, embed_model, tenant)
-        files = {file: found.root for found in reversed(roots) for file in found.files}
-        total = len(files) + len(given.documents)
         with ReadingProcess(limits) as reading:
             planner = Planner(known, splitter, reading, tenant, metadata, encoding)
-            for done, (file, root) in enumerate(sorted(files.items())):
-                report("read", done, total)
-                planner.add_file(file, root)
-            for done, parts in enumerate(given.documents.values(), start=len(files)):
-                report("read", done, total)
-                planner.add_document(parts)
-        report("read", total, total)
+            _read(planner, roots, given.documents, report)
         plan = planner.plan
         planner.add_missing(roots)
         if not (plan.records or plan.unchanged):
             first = plan.skipped[0]
-            kind = "files" if files else "documents"
+            kind = "files" if roots else "documents"
             raise IngestError(
                 f"none of the {len(plan.skipped)} {kind} can be ingested, e.g. {printable(first.path)}: {first.reason}",
                 plan.skipped,
@@ -180,6 +172,28 @@ def ingest(
             if plan.records or plan.removed:
                 opened.replace_documents(plan.nodes, plan.records, [str(path) for path in plan.removed])
             return _report(plan, opened.num_nodes)
+
+
+def _read(
+    planner: Planner, roots: Sequence[FoundFiles], documents: Mapping[str, Sequence[Document]], report: Progress
+) -> None:
+    """Read and split everything that was given, files first.
+
+    Args:
+        planner: Decides what changes.
+        roots: The files of each path; of a file under two of them, the first root counts.
+        documents: The documents, by id.
+        report: Called with the stage "read", what is done, and the total.
+    """
+    files = {file: found.root for found in reversed(roots) for file in found.files}
+    total = len(files) + len(documents)
+    for done, (file, root) in enumerate(sorted(files.items())):
+        report("read", done, total)
+        planner.add_file(file, root)
+    for done, parts in enumerate(documents.values(), start=len(files)):
+        report("read", done, total)
+        planner.add_document(parts)
+    report("read", total, total)
 
 
 def _splitter(

@@ -167,14 +167,6 @@ def _generate(engine: Engine, tasks: Sequence[Task]) -> tuple[list[tuple[int, ..
     return answers, clock.first - started, ended - clock.first, cache_bytes(out.past_key_values)
 
 
-def _methods(batch: int) -> dict[str, GroupMethod]:
-    return {
-        "plain": lambda engine, tasks: ours_together(engine, tasks, speculate=False),
-        "reader": lambda engine, tasks: ours_together(engine, tasks, speculate=True),
-        "hf": lambda engine, tasks: transformers_together(engine, tasks, batch),
-    }
-
-
 def compare_batch(
     engine: Engine,
     tasks: Sequence[tuple[str, Task]],
@@ -199,7 +191,11 @@ def compare_batch(
     Raises:
         ConfigError: An unknown method, or one that cannot replay a trace or sample.
     """
-    known = _methods(batch)
+    known: dict[str, GroupMethod] = {
+        "plain": partial(ours_together, speculate=False),
+        "reader": partial(ours_together, speculate=True),
+        "hf": partial(transformers_together, batch=batch),
+    }
     chosen = [method for method in methods if method not in _ALONE]
     unknown = sorted(set(chosen) - set(known))
     if not chosen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,12 +195,9 @@ def cache_bytes(cache: Any) -> int:
 
 
 METHODS: dict[str, dict[str, Method]] = {
-    "plain": {"plain": lambda engine, task: ours(engine, task, speculate=False)},
-    "reader": {"reader": lambda engine, task: ours(engine, task, speculate=True)},
+    "plain": {"plain": partial(ours, speculate=False)},
+    "reader": {"reader": partial(ours, speculate=True)},
     "hf": {"hf": transformers_generate},
-    "hf-lookup": {
-        f"hf-lookup n={size}": lambda engine, task, size=size: transformers_generate(engine, task, lookup=size)  # type: ignore[misc]
-        for size in LOOKUP_SIZES
-    },
+    "hf-lookup": {f"hf-lookup n={size}": partial(transformers_generate, lookup=size) for size in LOOKUP_SIZES},
 }
 """Methods by name, each with its variants; the fastest variant stands for the method in ratios."""

@@ -166,11 +166,11 @@ def _peers(recorded: Recorded) -> tuple[dict[str, Any], list[str]]:
 
 def _plot(report: Mapping[str, Any], folder: Path) -> None:
     """Write the plots of a report of `replay` into a folder."""
-    from reader_rag.bench.plots import plot_ablation, plot_reliability
+    from reader_rag.bench.plots import plot_bars, plot_reliability
 
     plot_reliability(report["reliability"]["bins"], folder / "reliability.png")
     if "ablation" in report:
-        plot_ablation(report["ablation"], folder / "ablation.png")
+        plot_bars(report["ablation"], "tokens per step", folder / "ablation.png")
 
 
 @with_option_groups

@@ -207,14 +207,7 @@ class Replayer:
         sources = self._sources(trace)
         text = np.array([*trace.prompt, *trace.output], np.int32)
         best = self._best.get(trace.id)
-        # The prompt's last token is the first step's root.
-        before_root = len(trace.prompt) - 1
-        prompt: PromptSuccessors | None = None
-        if best is not None and self.config.eager:
-            self.successors.learn_text(text, 0, best[:before_root])
-        elif best is not None:
-            prompt = PromptSuccessors(sources[0].index, self.successors)
-            prompt.add(np.ones(before_root, np.bool_))
+        prompt = self._learn_prompt(trace, sources[0].index)
         emitted = 0
         steps = []
         while emitted < len(trace.output):
@@ -235,13 +228,7 @@ class Replayer:
             tally.judge(tree, path, ended=len(path) == len(tokens))
             tally.steps += 1
             tally.drafted += sum(len(tree) for tree in trees)
-            places = tuple(
-                index.locate(int(tree.sources[node]), int(tree.positions[node]))
-                if tree.sources[node] not in (DATASTORE, SUCCESSOR, EXTERNAL)
-                else None
-                for node in path
-            )
-            steps.append(Step(emitted, tree, tuple(path), tokens, places))
+            steps.append(Step(emitted, tree, tuple(path), tokens, _occurrences(index, tree, path)))
             emitted += len(tokens)
             # A last step teaches nothing: no step follows it.
             known = best if emitted < len(trace.output) else None
@@ -253,6 +240,23 @@ class Replayer:
         tally.prompts += 1
         tally.tokens += len(trace.output)
         return steps
+
+    def _learn_prompt(self, trace: Trace, index: ContextIndex) -> PromptSuccessors | None:
+        """Learn the successors of the prompt at once, or prepare to learn those that drafts ask for.
+
+        Returns:
+            What drafts ask; None: the prompt's successors are known, or the trace has none.
+        """
+        best = self._best.get(trace.id)
+        if best is None:
+            return None
+        before_root = len(trace.prompt) - 1  # the last token is the first step's root
+        if self.config.eager:
+            self.successors.learn_text(np.array(trace.prompt, np.int32), 0, best[:before_root])
+            return None
+        prompt = PromptSuccessors(index, self.successors)
+        prompt.add(np.ones(before_root, np.bool_))
+        return prompt
 
     def _sources(self, trace: Trace) -> list[BuiltinSource]:
         """One source of all parts, or one for each part where they are not merged."""
@@ -288,6 +292,16 @@ class Replayer:
         if lookup is not None:
             lookup.extend(index.sequence.tolist())
         return self.make_source(builder, index, successors, lookup)
+
+
+def _occurrences(index: ContextIndex, tree: DraftTree, path: Sequence[int]) -> tuple[Occurrence | None, ...]:
+    """Where the tokens of a path were copied from in prompt, answer or passages; None: from nowhere there."""
+    return tuple(
+        index.locate(int(tree.sources[node]), int(tree.positions[node]))
+        if tree.sources[node] not in (DATASTORE, SUCCESSOR, EXTERNAL)
+        else None
+        for node in path
+    )
 
 
 def _best_path(trees: Sequence[DraftTree], ahead: Sequence[int]) -> tuple[int, list[int]]:

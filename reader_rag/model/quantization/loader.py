@@ -23,6 +23,7 @@ from reader_rag.model.fingerprint import (
     WeightsRecord,
     folder_content,
     model_fingerprint,
+    name_of_dtype,
     record_weights,
     revision_of,
     weights_fingerprint,
@@ -84,7 +85,7 @@ def load_int8(
         skeleton = _skeleton(config, trust_remote_code)
         is_calibrated = tokenizer is not None and can_fold(skeleton)
         scheme = replace(SCHEME, folding=FOLDING, rounding=ROUNDING) if is_calibrated else SCHEME
-        key = weights_fingerprint(folder_content(folder), revision_of(folder), _name(dtype), scheme)
+        key = weights_fingerprint(folder_content(folder), revision_of(folder), name_of_dtype(dtype), scheme)
         reads = tokenizer if is_calibrated else None
         work = partial(_work, folder, skeleton, dtype, reads, trust_remote_code=trust_remote_code)
         entry = read_or_make(key, work, progress)
@@ -127,7 +128,7 @@ def quantise_in_memory(model: PreTrainedModel, dtype: torch.dtype) -> PreTrained
     _move_buffers(skeleton, model.device)
     skeleton.eval()
     skeleton.cache_dtype = dtype  # type: ignore[assignment]  # of keys and values in the compiled loops
-    record = WeightsRecord(model_fingerprint(model), "", _name(dtype), scheme)
+    record = WeightsRecord(model_fingerprint(model), "", name_of_dtype(dtype), scheme)
     skeleton.weights_record = record  # type: ignore[assignment]  # a module takes any attribute
     return skeleton
 
@@ -205,7 +206,3 @@ def _add_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """Tokens that end an answer, which some models name in a file of their own."""
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
