@@ -15,15 +15,15 @@ FOLDING = "smooth-3"
 """Names how factors are chosen. Change it when they change: weights that were quantised before are then made anew."""
 
 _ACTIVATION_EXPONENT, _WEIGHT_EXPONENT = 0.3, 0.5
-"""Of magnitudes, in the factors that are refined."""
+"""The refinement begins with activation ** 0.3 / weight ** 0.5 of each channel's magnitudes."""
 _WEIGHTS_SHARE = 0.6
-"""Of the error of weights that are rounded to nearest, what is left of it where errors make up for each other."""
+"""Share of the rounding error of weights that is left where `gptq` lets errors of one row compensate each other."""
 _STEPS, _RATE = 50, 0.1
-"""Of refining factors; the rate falls to 0."""
+"""Steps of Adam that refine the factors, and its learning rate, which falls linearly to 0."""
 _FEATURES = 512
-"""Features of each layer with which factors are compared."""
+"""Rows of each weight, at most, by which factors are compared: all would take long."""
 _LEAST = 1e-4
-"""Magnitude of a channel that is hardly used, relative to the mean."""
+"""Least magnitude of a channel, relative to the mean: a channel that is hardly used gets no extreme factor."""
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def _refined(factors: torch.Tensor, rows: torch.Tensor, weights: list[torch.Tens
         factors: float32 [channels], where to begin.
         rows: float32 [rows, channels], some activations.
         weights: float32 [features, channels] of each layer.
-        limbs: Of the activations.
+        limbs: Limbs of 8 bits in which the layers multiply the activations.
     """
     finer = 1.0 if limbs == 1 else 1.0 / 257**2  # squared steps of two limbs, relative to those of one
     squares = rows.square().sum(0)
