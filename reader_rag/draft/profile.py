@@ -28,7 +28,7 @@ _FITS = 0.25
 """Least share of a text's tokens that a profile of its vocabulary lists after the token before."""
 _LEAST_TOKENS = 200
 _VERSION = 2
-"""Of files. Version 1 had only complete profiles, which named no model; it is still read."""
+"""Version of files. Version 1 had only complete profiles, which named no model; it is still read."""
 
 
 @dataclass(frozen=True, eq=False)

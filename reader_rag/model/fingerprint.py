@@ -25,9 +25,9 @@ from reader_rag.model.weights_cache import cache_folder
 from reader_rag.util.files import atomic_path, read_regular
 
 _VERSION = 1
-"""Of fingerprints; raise it when they are computed otherwise."""
+"""Version of fingerprints; raise it when they are computed otherwise."""
 _BYTES = 16
-"""Of a hash."""
+"""Bytes of a hash."""
 _SETTLED_NS = 2_000_000_000
 """A file that changed less than two seconds ago may change again within the resolution of its time stamp."""
 _SAMPLED = 256

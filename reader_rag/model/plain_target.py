@@ -100,7 +100,7 @@ class PlainTarget:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """None, ever."""
+        """(0, 0): there is no cache of a batch."""
         return 0, 0
 
     def deepest(self, root: int) -> int | None:

@@ -117,7 +117,7 @@ def _restores(target: TargetModel, text: int) -> bool:
 
 
 def _logits(target: TargetModel, tokens: list[int], first: int = _PROMPT) -> torch.Tensor:
-    """Of the model's own pass over a text, float32 [tokens from `first` on, vocabulary]."""
+    """Logits of the model's own pass over a text, float32 [tokens from `first` on, vocabulary]."""
     ids = torch.tensor([tokens], device=target.device)
     logits: torch.Tensor = target.model(ids, use_cache=False).logits[0, first:]
     return logits.float()

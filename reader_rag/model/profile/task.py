@@ -62,7 +62,7 @@ class ProfileLimits:
 
 
 LIMITS = ProfileLimits()
-"""Those of every engine."""
+"""The limits of every engine."""
 
 
 class ProfileTask:

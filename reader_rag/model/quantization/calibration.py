@@ -151,7 +151,7 @@ class Calibration:
         return None
 
     def _head_moments(self) -> InputMoments:
-        """Of what enters the output head, from the last layer's hidden states."""
+        """Moments of the output head's inputs, from the last layer's hidden states."""
         head: Any = self._model.get_output_embeddings()
         moments = InputMoments(head.in_features)
         for hidden in self._hidden:

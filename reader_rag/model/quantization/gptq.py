@@ -24,9 +24,9 @@ _BLOCK = 1024
 _COLUMNS = 128
 """Inputs that are rounded before the weights of the block's other inputs are changed."""
 _NUMBERS_AT_ONCE = 1 << 20
-"""Of a weight that is rounded, in float32."""
+"""Numbers of a weight that are in float32 at once while it is rounded."""
 _DAMPING = 0.2
-"""Of the mean squared input, added to each: the text is short, and its correlations are partly chance."""
+"""Share of the mean squared input that is added to each: the text is short, and its correlations are partly chance."""
 
 
 class InputMoments:

@@ -18,7 +18,7 @@ GREATEST = 127
 _GPU_ROWS, _GPU_MULTIPLE = 32, 8
 """On CUDA, `torch._int_mm` takes more than 16 rows, and inputs and features in multiples of 8."""
 _NUMBERS_AT_ONCE = 1 << 20
-"""Of a weight that is quantised, in float32."""
+"""Numbers of a weight that are in float32 at once while it is quantised."""
 
 
 class Int8Weight(NamedTuple):

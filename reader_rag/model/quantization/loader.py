@@ -45,9 +45,9 @@ from reader_rag.model.registry import get_model
 from reader_rag.model.weights_cache import Progress
 
 SCHEME = QuantizationScheme()
-"""Of models that this package quantises."""
+"""How models are quantised that this package quantises."""
 _OF_CHECKPOINTS = QuantizationScheme(head="half")
-"""Of models that are int8 already."""
+"""How checkpoints are loaded that are int8 already."""
 
 
 def load_int8(

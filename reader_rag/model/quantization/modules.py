@@ -147,7 +147,7 @@ class Int8Embedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Of the type and on the device of the embedding's outputs."""
+        """A tensor of the type and on the device of the embedding's outputs, which models ask for."""
         return self.table.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

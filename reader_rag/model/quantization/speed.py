@@ -20,7 +20,7 @@ from reader_rag.model.quantization.int8 import Int8Weight
 from reader_rag.model.quantization.modules import Int8Linear, quantised_rows
 
 _ROWS = 4
-"""Of a product: a plain step has one, computed as four; steps with drafts have more, for which int8 is better still."""
+"""Rows of the timed product: a plain step has one, computed as four; with more rows, int8 gains more."""
 _ROUNDS = 5
 _SLOWER = 1.1
 """Less than a tenth may be chance."""

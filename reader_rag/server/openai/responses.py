@@ -16,13 +16,13 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(BaseModel):
-    """Of the tokens of prompts."""
+    """Counts of tokens of the prompts by where they came from."""
 
     cached_tokens: int = Field(default=0, description="Tokens whose keys and values came from the prefix cache.")
 
 
 class CompletionDetails(BaseModel):
-    """Of the tokens of answers."""
+    """Counts of tokens of the answers by where they came from."""
 
     accepted_prediction_tokens: int = Field(default=0, description="Tokens of the prediction that were accepted.")
     rejected_prediction_tokens: int = Field(default=0, description="The other tokens of the prediction.")
