@@ -13,10 +13,10 @@ from reader_rag.model.compiled.forward import slow_products
 _ROW_BLOCK = 4
 """Rows that the CPU's matrix products compute together; see `FixedShape`."""
 _CHUNK_S = 0.3
-"""Seconds that a chunk of a prompt takes at most, about: other sequences wait for it."""
+"""Seconds that a chunk of a prompt takes, as near as powers of two come: other sequences wait for it."""
 _LEAST_CHUNK, _MOST_CHUNK = 32, 512
 """Bounds of a chunk: below, products are slow for each row; above, attention masks and activations take much memory."""
-_PRODUCTS = {"AVX512": (6e10, 7.5e10), "AVX2": (3e10, 7.5e9)}
+_PRODUCTS = {"AVX512": (7e10, 7.5e10), "AVX2": (3e10, 7.5e9)}
 """Products that two cores add up in a second, about, in PyTorch with 32 and with 16 bits, by the kind of CPU."""
 _PRODUCTS_ELSEWHERE = 1e10, 2.5e9
 

@@ -164,7 +164,7 @@ class Weights(nn.Module):
         ("AVX512", torch.bfloat16, 1e5, 512),
         ("AVX512", torch.bfloat16, 1.06e8, 256),
         ("AVX512", torch.bfloat16, 3.6e8, 64),
-        ("AVX512", torch.float32, 1.06e8, 128),
+        ("AVX512", torch.float32, 1.06e8, 256),
         ("AVX512", torch.bfloat16, 8e9, 32),
         ("AVX2", torch.bfloat16, 1.06e8, 32),
         ("DEFAULT", torch.float32, 2e7, 128),
