@@ -73,12 +73,8 @@ class DecodeSequence:
         self._state: _State | None = None
         self._copied: tuple[CopiedSpan, ...] = ()
         self._source_counts: dict[str, SourceCounts] = {}
-        self._text = Detokenizer(
-            context.tokenizer,
-            request.params.stop,
-            request.prompt.token_ids[-_TOKENS_BEFORE:],
-            request.params.include_stop,
-        )
+        before = request.prompt.token_ids[-_TOKENS_BEFORE:]
+        self._text = Detokenizer(context.tokenizer, request.params.stop, before, request.params.include_stop)
 
     @property
     def positions(self) -> int:
@@ -409,9 +405,7 @@ class _State:
         states: Where hidden states of the prompt are kept; None: they are not.
 
     Attributes:
-        proposer: As given.
-        cache: As given.
-        states: As given.
+        proposer, cache, states: As given.
         prefill: Logits of the chunks of the prompt, computed when they are read.
         reused: Leading tokens of the prompt that were taken from the prefix cache.
     """
