@@ -246,6 +246,8 @@ class LLMCalls(FunctionCalling, LLMSettings):
         return self._encode(self.messages_to_prompt(messages))
 
     def _open_completion(self, prompt: str, call: Call, formatted: bool) -> GenerationStream:
+        if not isinstance(prompt, str):
+            raise PromptError(f"a prompt must be a string, not {type(prompt).__name__}")
         if not prompt.strip():
             raise PromptError("the prompt is empty; write a question")
         if formatted:

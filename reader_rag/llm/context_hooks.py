@@ -48,7 +48,7 @@ def passages_from(sources: Iterable[NodeWithScore | BaseNode | Passage | str]) -
     Raises:
         ConfigError: A source has another type, or `sources` is one source instead of a sequence.
     """
-    if isinstance(sources, (str, BaseNode, NodeWithScore, Passage)):
+    if isinstance(sources, (str, BaseNode, NodeWithScore, Passage)) or not isinstance(sources, Iterable):
         raise ConfigError(f"sources must be a sequence, not one {type(sources).__name__}; put it into a list")
     passages = (_passage_from(source, number) for number, source in enumerate(sources, start=1))
     return tuple(passage for passage in passages if passage.text)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -325,6 +326,8 @@ class ReaderLLM(LLMCalls):
         return Engine.load(self.model, config, draft_sources=draft_sources, **settings)
 
     def _check_window(self) -> None:
+        if self.context_window is not None and not isinstance(self.context_window, Integral):
+            raise ConfigError(f"context_window must be an integer or None, not {type(self.context_window).__name__}")
         if not 0 < self._window <= self._engine.context_window:
             raise ConfigError(f"context_window must be 1..{self._engine.context_window} here, not {self._window}")
         if self.max_tokens >= self._window:

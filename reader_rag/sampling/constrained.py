@@ -131,10 +131,13 @@ class GrammarCompiler:
         """
         matchers = _llguidance().LLMatcher
         tokens = self._tokens()
-        if grammar.kind == "json_schema":
-            rules = matchers.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
-        else:
-            rules = getattr(matchers, f"grammar_from_{grammar.kind}")(grammar.text)
+        try:
+            if grammar.kind == "json_schema":
+                rules = matchers.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
+            else:
+                rules = getattr(matchers, f"grammar_from_{grammar.kind}")(grammar.text)
+        except ValueError as cause:  # nested too deep for its parser
+            raise ConfigError(f"this {grammar.kind} grammar cannot be read: {_reason(str(cause))}") from cause
         matcher: LLMatcher = matchers(tokens, rules, log_level=0)
         if matcher.is_error():
             raise ConfigError(f"this {grammar.kind} grammar cannot be followed: {_reason(matcher.get_error())}")

@@ -166,13 +166,20 @@ class ProcessedSampler:
             ids = torch.from_numpy(verified.prefix(row))[None].to(scores.device)
             for processor in self._processors:
                 scores = processor(ids, scores)
-                if not isinstance(scores, torch.Tensor) or scores.shape != shape or not scores.is_floating_point():
+                if not _are_scores(scores, shape):
                     returned = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, torch.Tensor) else None
                     raise ConfigError(
                         f"the logits processor {type(processor).__name__} must return floating-point scores of shape "
                         f"{list(shape)}, not {returned or type(scores).__name__}"
                     )
             return scores[0]
+
+
+def _are_scores(scores: Any, shape: torch.Size) -> bool:
+    """Whether a logits processor has returned scores that a token can be chosen by."""
+    if not isinstance(scores, torch.Tensor) or scores.shape != shape or not scores.is_floating_point():
+        return False
+    return scores.layout is torch.strided and not scores.is_meta
 
 
 class CheckedSampler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from reader_rag.config import Grammar, SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import CallbackError, ConfigError, PromptError, ReaderError, ScoresError
+from reader_rag.llm import ReaderLLM
 
 FOUR = SamplingParams(max_tokens=4)
 
@@ -107,6 +109,31 @@ def test_messages_of_another_type_are_refused(tiny_engine: Engine, messages: Any
         tiny_engine.encode_chat(messages)
 
 
+@pytest.mark.parametrize("prompt", [None, 5, ["text"], b"x", True])
+def test_prompts_of_an_llm_are_strings(tiny_engine: Engine, prompt: Any) -> None:
+    llm = ReaderLLM.from_engine(tiny_engine, max_tokens=3)
+    for formatted in (False, True):
+        with pytest.raises(PromptError, match="a prompt must be a string, not"):
+            llm.complete(prompt, formatted=formatted)
+
+
+@pytest.mark.parametrize("given", [None, 5, True, object()])
+def test_arguments_of_an_llm_of_another_type_are_refused(tiny_engine: Engine, given: Any) -> None:
+    llm = ReaderLLM.from_engine(tiny_engine, max_tokens=3)
+    with pytest.raises(ConfigError, match="sources must be a sequence"):
+        llm.with_sources(given)
+    for window in ("5", 5.0, [5], float("nan")):
+        with pytest.raises(ConfigError, match="context_window must be an integer or None"):
+            ReaderLLM.from_engine(tiny_engine, context_window=window)
+
+
+def test_a_schema_without_a_bottom_is_refused(tiny_engine: Engine) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra 'grammar'")
+    schema = json.loads('{"properties": {"a": ' * 300 + "{}" + "}}" * 300)
+    with pytest.raises(ConfigError, match="json_schema grammar cannot be read"):
+        tiny_engine.generate(tiny_engine.encode("a"), SamplingParams(grammar=Grammar.json_schema(schema)))
+
+
 @pytest.mark.parametrize("tenant", [None, 5, "a\nb", "\ud800", "x" * 257])
 def test_a_tenant_that_is_none_cannot_be_forgotten(tiny_engine: Engine, tenant: Any) -> None:
     with pytest.raises(ConfigError, match="a tenant's name"):
@@ -149,6 +176,12 @@ def test_a_processor_must_return_scores(tiny_engine: Engine, returned: Any) -> N
         tiny_engine.generate(tiny_engine.encode("a"), FOUR, logits_processor=[lambda ids, scores: returned])
     with pytest.raises(ConfigError, match="must return floating-point scores of shape .* not torch.int64"):
         tiny_engine.generate(tiny_engine.encode("a"), FOUR, logits_processor=[lambda ids, scores: scores.long()])
+
+
+@pytest.mark.parametrize("changed", [torch.Tensor.to_sparse, lambda scores: scores.to("meta")], ids=["sparse", "meta"])
+def test_scores_that_no_token_can_be_chosen_by_are_refused(tiny_engine: Engine, changed: Any) -> None:
+    with pytest.raises(ConfigError, match="must return floating-point scores"):
+        tiny_engine.generate(tiny_engine.encode("a"), FOUR, logits_processor=[lambda ids, scores: changed(scores)])
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 40, 2.0, None, "a"])
