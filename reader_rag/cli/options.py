@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -64,10 +65,12 @@ class StoreOptions(OptionGroup):
         """The folder or URL of the document store.
 
         Raises:
-            BadParameter: Both are given, or neither.
+            BadParameter: Both are given, or neither, or a URL as a folder.
         """
         if (self.store is None) == (self.vector_store is None):
             raise typer.BadParameter("name one store: --store FOLDER or --vector-store URL")
+        if self.store is not None and re.match(r"(?:qdrant|milvus)(?:\+tls)?:", str(self.store)):
+            raise typer.BadParameter("--store takes a folder: name the URL of a vector database by --vector-store")
         return self.store or self.vector_store or ""
 
 

@@ -42,6 +42,11 @@ def test_a_store_must_be_named() -> None:
     assert "name one store: --store FOLDER" in _refusal()
 
 
+@pytest.mark.parametrize("url", ["qdrant://localhost:6333/docs", "milvus+tls://db/docs", "qdrant://./folder/docs"])
+def test_a_url_is_no_folder_of_a_store(url: str) -> None:
+    assert "name the URL of a vector database by --vector-store" in _refusal("--store", url)
+
+
 def test_a_store_that_is_not_there_is_refused_before_models_are_loaded(tmp_path: Path) -> None:
     line = _refusal("--store", tmp_path / "none", "--port", "0", "--model", "no-such-model")
     assert "there is no store at" in line
