@@ -208,24 +208,18 @@ class DecodeSequence:
         chooses = sampler is not greedy and request.draw is None and getattr(sampler, "needs_logits", True)
         return chooses or request.params.logprobs is not None or request.params.record_margins
 
-    def learn_asked(self, positions: NDArray[np.int32], passed: Passed) -> None:
-        """Learn what follows positions of the prompt.
-
-        Args:
-            positions: int32 [n], positions that `ask` returned.
-            passed: What the pass computed for them.
-        """
-        assert self._state is not None
-        self._state.proposer.learn_asked(positions, passed.logits, passed.top)
-
-    def learn(self, tree: DraftTree, passed: Passed) -> None:
-        """Learn for later drafts from the pass over a draft, rejected nodes included; before `accept`.
+    def learn(self, tree: DraftTree, passed: Passed, positions: NDArray[np.int32] | None, asked: Passed | None) -> None:
+        """Learn for later drafts from a pass, rejected nodes included; before `accept`.
 
         Args:
             tree: As for `accept`.
             passed: As for `accept`.
+            positions: int32 [n], positions of the prompt that `ask` returned, which the pass computed too; None: none.
+            asked: What it computed for them.
         """
         assert self._state is not None
+        if positions is not None and asked is not None:
+            self._state.proposer.learn_asked(positions, asked.logits, asked.top)
         if self.learns:
             self._state.proposer.learn(self.root, tree, passed.logits, passed.top)
 

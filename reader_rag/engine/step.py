@@ -64,9 +64,7 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
     for sequence, found in _verified(context, trees, asked, failed).items():
         before = time.perf_counter()
         try:
-            if found.asked is not None:
-                sequence.learn_asked(asked[sequence], found.asked)
-            sequence.learn(trees[sequence], found.tree)
+            sequence.learn(trees[sequence], found.tree, asked.get(sequence), found.asked)
             learned[sequence] = time.perf_counter() - before
             emitted[sequence], sources = sequence.accept(trees[sequence], found.tree)
             accepted.append(sources)
