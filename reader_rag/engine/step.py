@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reader_rag.draft.external.together import draft_together
+from reader_rag.draft.external.together import Drafted, draft_together
 from reader_rag.draft.tree import DraftTree
 from reader_rag.engine.context import DecodeContext
 from reader_rag.engine.observer import StepReport
@@ -52,7 +52,8 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
     started = time.perf_counter()
     failed: dict[DecodeSequence, BaseException] = {}
     costs = context.costs.current
-    drafts, drafting = _drafts(context, sequences, failed)
+    made = _drafts(context, sequences, failed)
+    drafts = {sequence: each.tree for sequence, each in made.items() if each.tree is not None}
     trees = _within_budget(context, drafts)
     lengths = [sequence.cache.length for sequence in trees]
     positions = sum(len(tree) + 1 for tree in trees.values())
@@ -76,27 +77,28 @@ def run_step(context: DecodeContext, sequences: Sequence[DecodeSequence]) -> dic
         widest = 1 + max(len(tree) for tree in trees.values())
         rows = len(trees) * widest if context.target.pads else positions
         costs.observe(rows, sum(lengths) // len(lengths), ended - drafted - asked_s)
-    overhead = {sequence: drafting[sequence] + learned[sequence] for sequence in emitted}
+    # Whether a source from outside is worth its time, its own gate decides.
+    overhead = {one: made[one].seconds - made[one].asking_s + learned[one] for one in emitted}
     _weigh_drafts(context, drafts, trees, emitted, overhead)
     for sequence in sequences:
-        sequence.spent(ended - started, drafting[sequence], len(sequences))
-    report = StepReport(positions, accepted, list(emitted.values()), sum(drafting.values()), ended - started)
+        sequence.spent(ended - started, made[sequence].seconds, len(sequences))
+    drafting_s = sum(each.seconds for each in made.values())
+    report = StepReport(positions, accepted, list(emitted.values()), drafting_s, ended - started)
     context.observers.tell("stepped", report)
     return failed
 
 
 def _drafts(
     context: DecodeContext, sequences: Sequence[DecodeSequence], failed: dict[DecodeSequence, BaseException]
-) -> tuple[dict[DecodeSequence, DraftTree], dict[DecodeSequence, float]]:
-    """The drafts of all sequences, those of one draft model made together, and the seconds that each took."""
+) -> dict[DecodeSequence, Drafted]:
+    """The drafts of all sequences, those of one draft model made together."""
     skips = context.costs.current is not None
     begun = {one: one.drafting(skip=skips and one.backoff.skips_draft()) for one in sequences}
     calls = any(one.request.has_callbacks for one in sequences)
     with context.callbacks.running() if calls else nullcontext():
         made = draft_together(begun)
     failed |= {one: drafted.error for one, drafted in made.items() if drafted.error is not None}
-    trees = {one: drafted.tree for one, drafted in made.items() if drafted.tree is not None}
-    return trees, {one: drafted.seconds for one, drafted in made.items()}
+    return made
 
 
 def _within_budget(context: DecodeContext, trees: dict[DecodeSequence, DraftTree]) -> dict[DecodeSequence, DraftTree]:

@@ -52,11 +52,13 @@ class Drafted:
         tree: The draft; None: making it failed.
         error: Why; None: it did not.
         seconds: What it took.
+        asking_s: Of that, what the sources took that it asked.
     """
 
     tree: DraftTree | None = None
     error: BaseException | None = None
     seconds: float = 0.0
+    asking_s: float = 0.0
 
 
 def draft_together(drafting: Mapping[_Key, Drafting]) -> dict[_Key, Drafted]:
@@ -85,7 +87,9 @@ def draft_together(drafting: Mapping[_Key, Drafting]) -> dict[_Key, Drafted]:
             made[key].seconds += time.perf_counter() - began
         answers = dict(zip(asking, _answered(list(asking.values())), strict=True))
         for key, answer in answers.items():
-            made[key].seconds += answer.seconds if isinstance(answer, Answered) else 0.0
+            if isinstance(answer, Answered):
+                made[key].seconds += answer.seconds
+                made[key].asking_s += answer.seconds
     return made
 
 

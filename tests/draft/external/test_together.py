@@ -73,6 +73,9 @@ def test_sources_of_a_group_are_asked_in_one_call_and_others_alone() -> None:
     drafts = {key: None if one.tree is None else one.tree.tokens.tolist() for key, one in made.items()}
     assert drafts == {"a": [1], "b": [2], "c": [3], "d": [4], "e": []}
     assert (group.calls, other.calls) == ([2], [])  # one that asks alone is asked by itself
+    assert made["a"].asking_s == made["b"].asking_s > 0.0  # equal shares of one call
+    assert made["a"].seconds > made["a"].asking_s
+    assert made["e"].asking_s == 0.0
 
 
 def test_sources_that_are_asked_later_share_calls_too() -> None:
