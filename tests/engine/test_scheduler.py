@@ -426,10 +426,11 @@ class TestEnds:
         bad, reading = (engine.submit(engine.encode(text), ask()) for text in TEXTS[:2])
         turn(engine)
 
-        def too_costly(*_: Any, **__: Any) -> Any:
+        def too_costly(*_: Any, **__: Any) -> Iterator[Any]:
+            yield from ()
             raise LookupError("too costly")
 
-        monkeypatch.setattr(engine.scheduler._rows[0].sequence, "propose", too_costly)
+        monkeypatch.setattr(engine.scheduler._rows[0].sequence, "drafting", too_costly)
         drain(engine)
         with pytest.raises(LookupError, match="too costly"):
             drained(bad)
