@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -78,6 +80,22 @@ def index_texts(context: DecodeContext, request: Request, max_tokens: int) -> In
     return IndexedTexts(index, provenance, prediction)
 
 
+def _weak(method: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Call a method without holding its object.
+
+    Proposer and source would else hold each other, and with them the files that were searched, until the garbage
+    collector runs.
+    """
+    reference = WeakMethod(method)
+
+    def call(place: int, token: int) -> None:
+        bound = reference()
+        assert bound is not None  # the proposer's own source calls it
+        bound(place, token)
+
+    return call
+
+
 class Proposer:
     """Proposes the drafts of one sequence and learns from what was verified.
 
@@ -118,7 +136,7 @@ class Proposer:
         # Where a token of the datastore or the prediction has its origin is found from the matches up to it.
         self._one_by_one = self._lookup is not None or self.prediction is not None
         # The successor table learns from rejected nodes too, in `learn`, so the source does not update it.
-        before_token = self._before_token if self._one_by_one else None
+        before_token = _weak(self._before_token) if self._one_by_one else None
         self._builtin = BuiltinSource(builder, self.index, lookup=self._lookup, before_token=before_token, joint=joint)
         self._successors = state.successors if draft.max_successors else None
         self._prompt = None if self._successors is None else PromptSuccessors(self.index, self._successors)

@@ -3,16 +3,19 @@ kept."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from costs_stub import EverythingPays
+from waiting import wait_until
 
 from reader_rag.config import DatastoreConfig, DraftConfig, SamplingParams
 from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Generation, Passage
+from reader_rag.engine.proposer import Proposer
 from reader_rag.errors import ConfigError
 
 DRAFT = DraftConfig(max_nodes=16, max_successors=0, calibrates=False)
@@ -155,3 +158,14 @@ class TestPrivacy:
             made.close()
             made.lookup.close()
         assert accepted[0] == accepted[1]
+
+
+def test_a_finished_request_is_freed_without_the_garbage_collector(tiny_engine: Engine) -> None:
+    """With a prediction or a datastore: what it holds may be files of the datastore that were merged since."""
+    gc.collect()
+    gc.disable()
+    try:
+        tiny_engine.generate(tiny_engine.encode("the garden"), SamplingParams(max_tokens=4), prediction="the tree")
+        wait_until(lambda: not any(type(each) is Proposer for each in gc.get_objects()), "the end of the proposer")
+    finally:
+        gc.enable()
