@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from reader_rag.draft.checked_source import CheckedSource
-from reader_rag.draft.source import Ask, Budget, RequestState
+from reader_rag.draft.source import Ask, Budget, Proposal, RequestState
 from reader_rag.draft.tree import DraftTree
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -127,9 +127,12 @@ def _asked(asking: Sequence[Asking]) -> list[Answered | BaseException]:
         except Exception:  # each is asked alone, so that the one that fails is found
             return [_asked_alone(one) for one in asking]
         seconds = (time.perf_counter() - began) / len(asking)
-        pairs = zip(asking, proposals, strict=True)
-        return [Answered(one.source.checked(lambda p=proposal: p, one.budget), seconds) for one, proposal in pairs]
+        return [_checked(one, proposal, seconds) for one, proposal in zip(asking, proposals, strict=True)]
     return [_asked_alone(one) for one in asking]
+
+
+def _checked(one: Asking, proposal: Proposal | DraftTree, seconds: float) -> Answered:
+    return Answered(one.source.checked(lambda: proposal, one.budget), seconds)
 
 
 def _asked_alone(one: Asking) -> Answered | BaseException:

@@ -212,7 +212,8 @@ class Eagle3Head(nn.Module):
     def row_bytes(self) -> int:
         """Bytes of the keys and values of a position."""
         layer: Any = self.config.layer
-        return 2 * len(self.layers) * layer.num_key_value_heads * layer.head_dim * self.fc.weight.dtype.itemsize
+        width = int(layer.num_key_value_heads * layer.head_dim)
+        return 2 * len(self.layers) * width * self.fc.weight.dtype.itemsize
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """The target's hidden states as the head takes them.

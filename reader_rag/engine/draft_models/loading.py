@@ -121,7 +121,8 @@ def _texts(
 ) -> tuple[TextTokenizer, TextTokenizer, list[int]]:
     """The tokenizers of target and assistant, and the token ids that the latter puts before every text."""
 
-    read: Any = partial(tokenizer, verbose=False, truncation=False)
+    callable_tokenizer: Any = tokenizer
+    read = partial(callable_tokenizer, verbose=False, truncation=False)
 
     def encode(text: str) -> list[int]:
         return list(read(text, add_special_tokens=False)["input_ids"])
