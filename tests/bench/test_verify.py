@@ -26,7 +26,7 @@ from reader_rag.engine.outputs import Prompt
 from reader_rag.model.quantization.loader import quantise_in_memory
 from reader_rag.sampling.accept import accept_path
 
-SETTINGS = SamplingParams(max_tokens=20)
+SETTINGS = SamplingParams(max_tokens=20, ignore_eos=True)
 TEXTS = ("the cat and the dog and the cat and the", "in the of the and")
 
 
