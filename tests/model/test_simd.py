@@ -34,8 +34,14 @@ def _combined(rows: Any, out: Any) -> None:
 
 @njit
 def _transposed(rows: Any, out: Any) -> None:
-    lanes.prefetch(rows, rows.shape[0])
+    lanes.prefetch(rows, rows.shape[0], 3)
     lanes.transpose(rows, 1, 3, out, 2, 5)
+
+
+@njit
+def _transposed_pairs(rows: Any, out: Any) -> None:
+    lanes.transpose_bfloat16(rows, 1, 3, out, 2, 5)
+    lanes.store(out, 0, 0, lanes.load_bfloat16(rows, 1, 3))
 
 
 @njit
@@ -88,6 +94,16 @@ def test_a_block_is_transposed_wherever_it_begins() -> None:
     _transposed(rows, out)
     assert (out[2 : 2 + LANES, 5 : 5 + LANES] == rows[1 : 1 + LANES, 3 : 3 + LANES].T).all()
     out[2 : 2 + LANES, 5 : 5 + LANES] = 0
+    assert not out.any()
+
+
+def test_a_block_of_bfloat16_is_widened_and_transposed() -> None:
+    numbers = np.arange((LANES + 2) * (2 * LANES + 7), dtype=np.float32).reshape(LANES + 2, -1) % 256 - 99
+    out = np.zeros((2 * LANES + 3, LANES + 6), np.float32)
+    _transposed_pairs((numbers.view(np.uint32) >> 16).astype(np.uint16), out)
+    assert (out[2 : 2 + 2 * LANES, 5 : 5 + LANES] == numbers[1 : 1 + LANES, 3 : 3 + 2 * LANES].T).all()
+    assert (out[0, :LANES] == numbers[1, 3 : 3 + LANES]).all()
+    out[2 : 2 + 2 * LANES, 5 : 5 + LANES] = out[0, :LANES] = 0
     assert not out.any()
 
 

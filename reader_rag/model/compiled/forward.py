@@ -25,7 +25,7 @@ from reader_rag.model.compiled.angles import Angles
 from reader_rag.model.compiled.architecture import Architecture, architecture_of
 from reader_rag.model.compiled.weights import UnknownPartError, Weights, padded
 from reader_rag.model.cpu.attention import Caches, Paths
-from reader_rag.model.cpu.attention_tile import PITCH
+from reader_rag.model.cpu.attention_tile import MOST_WIDTH
 from reader_rag.model.cpu.layers import compute_layers, norm_and_project
 from reader_rag.model.cpu.threads import numba_threads
 
@@ -159,6 +159,7 @@ class CpuForward:
             paths[start : start + len(text.tokens), : text.paths.shape[1]] = text.paths
         same = paths == np.arange(paths.shape[1])
         chain = np.minimum(np.where(same.all(1), paths.shape[1], same.argmin(1)), depths + 1)
+        own_paths = Paths(depths, paths, chain, torch.get_num_threads())
         caches = self._caches(texts, starts)
         rotation = self._angles.at(depths + np.repeat(caches.committed, np.diff(starts)), starts)
         rows, weights = len(tokens), self._weights
@@ -171,9 +172,7 @@ class CpuForward:
         kept = sorted({layer for text in texts if text.outputs is not None for layer in text.outputs.layers})
         buffers, head_inputs = weights.buffers(rows, kept), weights.head_inputs(count)
         with numba_threads():
-            compute_layers(
-                x, rows, weights.layers, weights.form, rotation, Paths(depths, paths, chain), caches, buffers
-            )
+            compute_layers(x, rows, weights.layers, weights.form, rotation, own_paths, caches, buffers)
             np.concatenate(wanted, out=last[:count])
             norm_and_project(last, count, weights.norm, head_inputs, weights.head, logits)
             weights.scale_logits(logits, count)
@@ -205,7 +204,7 @@ def _is_known(model: PreTrainedModel) -> bool:
         and model.device.type == "cpu"
         and model.dtype in _DTYPES
         and not head_width(model.config) % _WIDTH_MULTIPLE
-        and head_width(model.config) <= PITCH
+        and head_width(model.config) <= MOST_WIDTH
         and all(type(module).__module__.startswith(_HOMES) for module in model.modules())
         and not any(
             module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)

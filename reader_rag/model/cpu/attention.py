@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit, prange  # type: ignore[attr-defined]
 
-from reader_rag.model.cpu.attention_part import KeyHead, attend_part, part_of
+from reader_rag.model.cpu.attention_part import MOST_QUERIES, KeyHead, attend_part, part_of
 from reader_rag.model.cpu.products import Heads, Norm, normalize
 from reader_rag.model.cpu.rounding import narrowed, rounded
-from reader_rag.model.cpu.simd import LANES
 from reader_rag.util.addresses import pointer
 from reader_rag.util.vector_math import FUSED
 
 _SPREAD_FROM = 8
 """Rows from which on threads share the work of rotating them."""
+_LEAST_QUERIES = 4
+"""Fewest queries of a part that is made smaller to keep all threads at work."""
 
 
 class Rotation(NamedTuple):
@@ -65,11 +66,13 @@ class Paths(NamedTuple):
         rows: int32 [rows, longest], the rows from the first of its path to each row, itself included, counted from
             the sequence's first row.
         chain: int64 [rows], how many rows from the first of its path to each row are rows 0, 1, 2, ... of the sequence.
+        threads: How many share the work of a pass.
     """
 
     depths: Any
     rows: Any
     chain: Any
+    threads: Any
 
 
 class Caches(NamedTuple):
@@ -190,6 +193,15 @@ def _place_rows(heads: Any, layer: Any, rotation: Any, caches: Any) -> None:
         )
 
 
+@njit(cache=True, error_model="numpy", nogil=True)
+def _parts_of(queries: Any, key_heads: Any, threads: Any) -> Any:
+    """Into how many parts the queries of each key head are divided, which changes no bit."""
+    parts = (queries + MOST_QUERIES - 1) // MOST_QUERIES
+    while key_heads * parts % threads and queries // (parts + 1) >= _LEAST_QUERIES:
+        parts += 1
+    return parts
+
+
 @njit(cache=True, parallel=True, error_model="numpy", nogil=True)
 def attend(heads: Any, layer: Any, rotation: Any, paths: Any, caches: Any, out: Any) -> None:
     """Write the rows' keys and values behind the committed ones of their sequence, and attend along each row's path.
@@ -211,7 +223,7 @@ def attend(heads: Any, layer: Any, rotation: Any, paths: Any, caches: Any, out: 
         caches.capacities,
         caches.like,
     )
-    starts, keys, values = caches.starts, caches.keys, caches.values
+    starts, keys, values, threads = caches.starts, caches.keys, caches.values, paths.threads
     window, scale, cap = layer.window, layer.scale, layer.cap
     sequences, width = committed.shape[0], like.shape[1]
     key_heads = k.shape[1] // width
@@ -223,14 +235,15 @@ def attend(heads: Any, layer: Any, rotation: Any, paths: Any, caches: Any, out: 
         for r in range(starts[sequences]):
             _place_row(heads, layer, rotation, caches, r)
     for t in range(sequences):
-        before[t + 1] = before[t] + key_heads * (((starts[t + 1] - starts[t]) * group + LANES - 1) // LANES)
+        before[t + 1] = before[t] + key_heads * _parts_of((starts[t + 1] - starts[t]) * group, key_heads, threads)
     for task in prange(before[sequences]):
         n = np.searchsorted(before, np.int64(task), side="right") - 1
         start, stop = starts[n], starts[n + 1]
-        of_head = (before[n + 1] - before[n]) // key_heads
-        h, first = (np.int64(task) - before[n]) // of_head, LANES * ((np.int64(task) - before[n]) % of_head)
+        queries, parts = (stop - start) * group, (before[n + 1] - before[n]) // key_heads
+        h, p = (np.int64(task) - before[n]) // parts, (np.int64(task) - before[n]) % parts
+        first, behind = p * queries // parts, (p + 1) * queries // parts
         own_keys = _heads_at(keys[n], key_heads, capacities[n], like)[h]
         own_values = _heads_at(values[n], key_heads, capacities[n], like)[h]
         head = KeyHead(h, group, committed[n], own_keys, own_values, window, scale, cap)
-        own_paths = Paths(depths[start:stop], rows[start:stop], chain[start:stop])
-        attend_part(q[start:stop], part_of(first, (stop - start) * group, head, own_paths), head, out[start:stop])
+        own_paths = Paths(depths[start:stop], rows[start:stop], chain[start:stop], threads)
+        attend_part(q[start:stop], part_of(first, behind - first, head, own_paths), head, out[start:stop])

@@ -25,7 +25,7 @@ _LINE = 64
 """Bytes of a line of the CPU's caches."""
 
 FLOATS: Any = ir.VectorType(ir.FloatType(), LANES)
-_INTEGERS = ir.VectorType(ir.IntType(32), LANES)
+_INTEGERS, _HALVES = (ir.VectorType(ir.IntType(bits), LANES) for bits in (32, 16))
 
 
 class _LanesType(types.Type):
@@ -100,6 +100,18 @@ def load(typing_context: Any, array: Any, i: Any, j: Any) -> Any:
 
 
 @intrinsic
+def load_bfloat16(typing_context: Any, array: Any, i: Any, j: Any) -> Any:
+    """Elements [i, j : j + LANES] of a C-contiguous uint16 array with the bits of bfloat16, as float32."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address = _pointer(context, builder, signature, arguments)
+        halves = builder.load(builder.bitcast(address, _HALVES.as_pointer()), align=2)
+        return builder.bitcast(builder.shl(builder.zext(halves, _INTEGERS), _constant(_INTEGERS, 16)), FLOATS)
+
+    return _lanes(array, types.intp, types.intp), code
+
+
+@intrinsic
 def store(typing_context: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
     """Write elements [i, j : j + LANES] of a C-contiguous float32 array."""
 
@@ -111,6 +123,31 @@ def store(typing_context: Any, array: Any, i: Any, j: Any, lanes: Any) -> Any:
     return types.void(array, types.intp, types.intp, lanes), code
 
 
+def _line(context: Any, builder: Any, signature: Any, arguments: Any, which: int, n: int, vector: Any) -> Any:
+    """Where a vector lies at element [i + n, j] of an array; array, i and j are arguments from number `which` on."""
+    kind, (i, j) = signature.args[which], arguments[which + 1 : which + 3]
+    array = context.make_array(kind)(context, builder, arguments[which])
+    place = [builder.add(i, ir.Constant(i.type, n)), j]
+    address = cgutils.get_item_pointer(context, builder, kind, array, place, wraparound=False)
+    return builder.bitcast(address, vector.as_pointer())
+
+
+def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
+    """`LANES` vectors of `LANES` elements of 32 bits, transposed."""
+    distance, vectors = 1, list(vectors)
+    while distance < LANES:  # swap blocks of `distance` elements between lines that are as far apart
+        for n in range(LANES):
+            if not n & distance:
+                a, b = vectors[n], vectors[n + distance]
+                low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+                high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+                vectors[n], vectors[n + distance] = (
+                    builder.shuffle_vector(a, b, ir.Constant(_INTEGERS, mask)) for mask in (low, high)
+                )
+        distance *= 2
+    return vectors
+
+
 @intrinsic
 def transpose(typing_context: Any, rows: Any, i: Any, j: Any, out: Any, k: Any, m: Any) -> Any:
     """Write elements [i : i + LANES, j : j + LANES] of a C-contiguous float32 array as [k : k + LANES, m : m + LANES]
@@ -118,25 +155,10 @@ def transpose(typing_context: Any, rows: Any, i: Any, j: Any, out: Any, k: Any, 
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def line(which: int, n: int) -> Any:
-            kind, (i, j) = signature.args[which], arguments[which + 1 : which + 3]
-            array = context.make_array(kind)(context, builder, arguments[which])
-            place = [builder.add(i, ir.Constant(i.type, n)), j]
-            address = cgutils.get_item_pointer(context, builder, kind, array, place, wraparound=False)
-            return builder.bitcast(address, FLOATS.as_pointer())
+            return _line(context, builder, signature, arguments, which, n, FLOATS)
 
         vectors = [builder.load(line(0, n), align=4) for n in range(LANES)]
-        distance = 1
-        while distance < LANES:  # swap blocks of `distance` numbers between lines that are as far apart
-            for n in range(LANES):
-                if not n & distance:
-                    a, b = vectors[n], vectors[n + distance]
-                    low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
-                    high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
-                    vectors[n], vectors[n + distance] = (
-                        builder.shuffle_vector(a, b, ir.Constant(_INTEGERS, mask)) for mask in (low, high)
-                    )
-            distance *= 2
-        for n, vector in enumerate(vectors):
+        for n, vector in enumerate(_transposed(builder, vectors)):
             builder.store(vector, line(3, n), align=4)
         return context.get_dummy_value()
 
@@ -145,24 +167,42 @@ def transpose(typing_context: Any, rows: Any, i: Any, j: Any, out: Any, k: Any, 
 
 
 @intrinsic
-def prefetch(typing_context: Any, array: Any, i: Any) -> Any:
-    """Ask for row i of a C-contiguous array, which is read soon; it may lie beyond the array."""
+def transpose_bfloat16(typing_context: Any, rows: Any, i: Any, j: Any, out: Any, k: Any, m: Any) -> Any:
+    """As `transpose`, for twice as many columns of bfloat16: elements [i : i + LANES, j : j + 2 * LANES] of a uint16
+    array as float32 [k : k + 2 * LANES, m : m + LANES]."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def line(which: int, n: int, vector: Any) -> Any:
+            return _line(context, builder, signature, arguments, which, n, vector)
+
+        pairs = [builder.load(line(0, n, _INTEGERS), align=2) for n in range(LANES)]  # of a row, two columns a lane
+        for n, pair in enumerate(_transposed(builder, pairs)):
+            even, odd = builder.shl(pair, _constant(_INTEGERS, 16)), builder.and_(pair, _constant(_INTEGERS, -65536))
+            builder.store(even, line(3, 2 * n, _INTEGERS), align=4)
+            builder.store(odd, line(3, 2 * n + 1, _INTEGERS), align=4)
+        return context.get_dummy_value()
+
+    i = types.intp
+    return types.void(rows, i, i, out, i, i), code
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, i: Any, count: Any) -> Any:
+    """Ask for rows [i : i + count] of a C-contiguous array, which are read soon; they may lie beyond the array."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         made = context.make_array(signature.args[0])(context, builder, arguments[0])
         stride = cgutils.unpack_tuple(builder, made.strides)[0]
         byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        row = builder.gep(builder.bitcast(made.data, byte), [builder.mul(arguments[1], stride)])
+        first = builder.gep(builder.bitcast(made.data, byte), [builder.mul(arguments[1], stride)])
         declared = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
         function = cgutils.get_or_insert_function(builder.module, declared, "llvm.prefetch.p0i8")
-        with cgutils.for_range_slice(builder, ir.Constant(stride.type, 0), stride, ir.Constant(stride.type, _LINE)) as (
-            at,
-            _,
-        ):
-            builder.call(function, [builder.gep(row, [at]), *(ir.Constant(i32, n) for n in (0, 3, 1))])
+        stop, step = builder.mul(arguments[2], stride), ir.Constant(stride.type, _LINE)
+        with cgutils.for_range_slice(builder, ir.Constant(stride.type, 0), stop, step) as (at, _):
+            builder.call(function, [builder.gep(first, [at]), *(ir.Constant(i32, n) for n in (0, 3, 1))])
         return context.get_dummy_value()
 
-    return types.void(array, types.intp), code
+    return types.void(array, types.intp, types.intp), code
 
 
 @intrinsic
