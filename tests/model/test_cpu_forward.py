@@ -298,7 +298,7 @@ def test_the_self_test_of_strict_decoding_tries_a_tree() -> None:
     compute = target.cpu
 
     class MixesRows(CpuForward):
-        def __call__(self, texts: Sequence[Rows]) -> list[torch.Tensor]:
+        def __call__(self, texts: Sequence[Rows], asked: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
             return [logits + logits.mean(0) * 1e-3 for logits in compute(texts)]
 
     target.cpu = MixesRows.of(target.model)
