@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from reader_rag.kv_cache.fixed_cache import FixedCache, Slots
+from reader_rag.model.fixed_step.attention import attention_configs, joined_in
 from reader_rag.model.fixed_step.inputs import InputBuffer
 from reader_rag.model.fixed_step.masks import step_masks
 from reader_rag.model.fixed_step.shapes import StepShape
@@ -64,6 +65,7 @@ class StepForward:
         self._inputs = inputs
         self._layers = layers
         self._noise = DeviceTable.on(model.device)
+        self._configs = attention_configs(model)
         self.has_moved = False
 
     @torch.inference_mode()
@@ -78,10 +80,11 @@ class StepForward:
         if shape.moves:
             cache.write(rows, inputs.targets, cache.read(rows, inputs.sources))
         self.has_moved = True
-        masks = {kind: self._to_backend(mask) for kind, mask in step_masks(self._kinds, inputs, shape.shown).items()}
+        allowed = step_masks(self._kinds, inputs, shape.shown, shape.past)
+        masks = {kind: self._to_backend(mask) for kind, mask in allowed.items()}
         cache.slots = Slots(rows, inputs.columns, shape.first, shape.shown)
         try:
-            with noting(self._layers, shape.layers) as found:
+            with noting(self._layers, shape.layers) as found, joined_in(self._configs if shape.past else ()):
                 output = self._model(
                     inputs.tokens,
                     position_ids=inputs.positions,

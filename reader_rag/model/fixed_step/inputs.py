@@ -106,8 +106,8 @@ class InputBuffer:
         tokens, positions, visible, columns, sources, targets = values[of_rows:].reshape(
             _FIELDS, shape.rows, shape.width
         )
-        # Rows that take no part compute token 0 behind one position, and write to the scratch column.
-        lengths[:] = 1
+        # Rows that take no part compute token 0 behind one masked position, and write to the scratch column.
+        lengths[:] = shape.past + 1
         seeds[:] = temperatures[:] = 0
         tokens[:] = positions[:] = visible[:] = 0
         columns[:] = sources[:] = targets[:] = scratch

@@ -11,10 +11,11 @@ from reader_rag.draft.tree import DraftTree
 from reader_rag.errors import ConfigError, ReaderWarning
 from reader_rag.model.fixed_step.checks import data_dependent_call
 from reader_rag.model.fixed_step.graphs import CudaRecorder, GraphRecorder
+from reader_rag.model.fixed_step.long_context import LongContexts, seconds_on
 from reader_rag.model.fixed_step.step import FixedStep
 from reader_rag.model.interface import Step, TargetModel, prefill
 from reader_rag.model.self_test import keeps_bits, verifies_chains, verifies_trees
-from reader_rag.model.target import Target
+from reader_rag.model.target import Target, attention_of
 from reader_rag.sampling.noise import Draw
 from reader_rag.util.one_line import first_line
 
@@ -72,6 +73,8 @@ def add_fixed_step(
     )
     why = _refusal(target, step)
     if why is None:
+        if target.fixed is None:
+            step.long_contexts = _long_contexts(target, step)
         return step
     target.fixed_step = None
     warnings.warn(
@@ -101,6 +104,25 @@ def _refusal(target: Target, step: FixedStep) -> str | None:
     except Exception as error:  # whatever a model raises that was not made for this
         return f"it fails in fixed shapes: {first_line(error)}"
     return None
+
+
+def _long_contexts(target: Target, step: FixedStep) -> LongContexts | None:
+    """The choice of columns for a fixed step; None: its model does not attend in two calls as in one."""
+    heads = getattr(target.config, "num_attention_heads", 0)
+    if not heads or attention_of(target.model) != "sdpa":
+        return None
+    recorder = step.graphs.recorder
+    step.long_contexts = always = LongContexts(step.cache, target.kinds, heads, None, least=1)
+    try:
+        joins = verifies_trees(target) and bool(always.chosen)
+        joins = joins and (recorder is None or _call_in_a_pass(target, step) is None)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a model with an attention of its own takes no mask of fewer columns; it keeps one call
+        joins = False
+    finally:
+        step.long_contexts = None
+    return LongContexts(step.cache, target.kinds, heads, seconds_on(target.device, recorder)) if joins else None
 
 
 @torch.inference_mode()

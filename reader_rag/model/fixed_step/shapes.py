@@ -24,11 +24,13 @@ class StepShape(NamedTuple):
         first: The first row of the cache that takes part.
         rows: Rows that take part, a power of two.
         width: Positions of each.
-        shown: Columns attended to, a power of two.
+        shown: Columns attended to: a power of two, or `past` and those behind it.
         generation: Of the cache's buffers: a recorded pass refers to their addresses.
         moves: Whether it moves what the last step accepted; behind plain steps and chains nothing is to be moved.
         layers: Layers whose outputs it hands out, as in `LayerStates`.
         draws: Whether it draws tokens for some sequences.
+        past: The first columns, which layers without a window attend to without a mask, in a call of their own; 0:
+            there is one call, with a mask.
     """
 
     first: int
@@ -39,6 +41,7 @@ class StepShape(NamedTuple):
     moves: bool = False
     layers: tuple[int, ...] = ()
     draws: bool = False
+    past: int = 0
 
     @property
     def positions(self) -> int:

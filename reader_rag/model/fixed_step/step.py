@@ -18,6 +18,7 @@ from reader_rag.model.fixed_shape import FixedShape
 from reader_rag.model.fixed_step.forward import StepForward, StepOutputs
 from reader_rag.model.fixed_step.graphs import GraphCache, GraphRecorder
 from reader_rag.model.fixed_step.inputs import InputBuffer, RowInput
+from reader_rag.model.fixed_step.long_context import Columns, LongContexts
 from reader_rag.model.fixed_step.shapes import WIDTHS, StepShape, shown_for, widest, width_for
 from reader_rag.model.fixed_step.transfers import Transfers
 from reader_rag.model.interface import Asked, Passed, Step
@@ -50,6 +51,7 @@ class FixedStep:
         passes: Passes so far.
         forward: The device's part of a pass.
         inputs: Its inputs.
+        long_contexts: Chooses which passes attend to their past in a call of its own; None: none does.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class FixedStep:
         self.cache = FixedCache(layers_of_model, max_bytes)
         self.transfers = Transfers()
         self.passes = 0
+        self.long_contexts: LongContexts | None = None
         self._fixed = fixed
         self._layers = layers
         self._head = head
@@ -202,8 +205,12 @@ class FixedStep:
         width = width_for(max(moves, *(len(step.tree) + 1 for step in steps)))
         if width > widest(count):
             return None, []
-        shown = shown_for(longest + width)
-        return StepShape(0, count, width, shown, self.cache.generation, moves > 0, layers, draws), rows
+        columns = Columns(0, shown_for(longest + width))
+        if self.long_contexts is not None:
+            shortest = min(step.cache.length for step in steps)
+            columns = self.long_contexts.columns(shortest, longest, count, width)
+        past, shown = columns
+        return StepShape(0, count, width, shown, self.cache.generation, moves > 0, layers, draws, past), rows
 
     def _takes(self, steps: Sequence[Step]) -> bool:
         """Whether there is a shape for steps, if their sequences fit the cache."""
