@@ -101,3 +101,10 @@ class DecodeContext:
     costs: Costs
     observers: Observers = field(default_factory=Observers)
     callbacks: Callbacks = field(default_factory=Callbacks)
+
+    @property
+    def verifies_branches(self) -> bool:
+        """Whether drafts may have branches: in fixed shapes of strict mode only where their step keeps the bits."""
+        step = self.target.fixed_step
+        keeps_bits = self.target.fixed is None or (step is not None and step.verifies_branches)
+        return keeps_bits and self.drafting != "chain"

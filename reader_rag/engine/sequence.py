@@ -175,9 +175,7 @@ class DecodeSequence:
         if constraint is not None:
             tree = constraint.shape(tree, state.proposer.index.sequence, self.request.draft.max_nodes, depth)
             state.proposer.skip()  # what a grammar allows says nothing about what the model prefers
-        if target.fixed is not None or self._context.drafting == "chain":
-            tree = tree.chain()
-        return tree
+        return tree if self._context.verifies_branches else tree.chain()
 
     def ask(self, tree: DraftTree, verified: int) -> NDArray[np.int32]:
         """The positions of the prompt whose logits are to be computed beside a draft's, the most useful first.

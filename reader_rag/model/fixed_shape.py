@@ -80,6 +80,14 @@ class FixedShape:
         """Positions attended to when the root stands at `root`."""
         return -(-(root + self.width) // self.bucket) * self.bucket
 
+    def past(self, shown: int) -> int:
+        """Positions that are committed whatever the root's position is, where so many are attended to.
+
+        Args:
+            shown: Of `shown`.
+        """
+        return max(shown - self.bucket - self.width, 0)
+
     def longest_chain(self, root: int) -> int:
         """Most drafted tokens whose positions plain decoding attends to in the same shape."""
         return min(self.width - 1, self.shown(root) - self.width - root)

@@ -67,7 +67,13 @@ class Asked(NamedTuple):
 
 
 class RankedStep(Protocol):
-    """A decode step in fixed shapes that ranks its logits on the device: `FixedStep`."""
+    """A decode step in fixed shapes that ranks its logits on the device: `FixedStep`.
+
+    Attributes:
+        verifies_branches: Whether drafts may have branches; under strict they are chains otherwise.
+    """
+
+    verifies_branches: bool
 
     def widest(self, sequences: int) -> int:
         """Most positions of each of so many sequences in one step, root included; 0: more sequences than it takes.

@@ -18,6 +18,8 @@ way and changes all that follows; a position or a mask that is wrong is wrong on
 _CHAINS = (1, 2, 3, 4, 7, 8, 16, 40)
 """Lengths of chains whose bits are compared: passes of 2 to 41 rows, those of 5 and 9 among them, which products that
 work on blocks of 4 or 8 rows compute by two kernels."""
+_LENGTHS = (_PROMPT, 3 * _PROMPT, 300)
+"""Lengths of the texts before trees whose bits are compared; behind the last, attention has a part without a mask."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 """Relative error of logits that rounding explains; a position or a mask that is wrong gives 0.5 and more."""
 _INT8_TOLERANCE = 0.4
@@ -147,6 +149,36 @@ def keeps_bits(target: TargetModel, *, branches: bool = True) -> bool:
     chains = [target.fixed.width - 1] if target.fixed is not None else [0] if branches else list(_CHAINS)
     # Whether rows share an expert, or the end of a vector, depends on the text: one alone may agree by chance.
     return all(_keeps_bits(target, text, _PROMPT * (1 + 2 * text), chain) for text in range(_TEXTS) for chain in chains)
+
+
+@torch.inference_mode()
+def keeps_bits_of_trees(target: TargetModel, nodes: int) -> bool:
+    """Whether nodes of a tree have the bits of plain decoding, behind short texts and behind a long one.
+
+    Args:
+        target: The model.
+        nodes: Of the tree, three interleaved branches; one of them is compared behind each text.
+    """
+    lengths = [length for length in _LENGTHS if length + nodes + 1 <= (target.context_window or length + nodes + 1)]
+    return all(_keeps_branch(target, text, length, nodes) for text, length in enumerate(lengths))
+
+
+def _keeps_branch(target: TargetModel, text: int, length: int, nodes: int) -> bool:
+    """Whether one of three interleaved branches has plain decoding's bits behind `length` tokens."""
+    tokens = _tokens(target, length + 1 + nodes, text)
+    prompt, root = tokens[:length], tokens[length]
+    parents = [max(node - 3, -1) for node in range(nodes)]
+    tree = DraftTree.of(tokens[length + 1 :], parents, [1 + node // 3 for node in range(nodes)], np.full(nodes, 0.5))
+    drafted, plain = target.new_cache(length + 1 + nodes, nodes), target.new_cache(length + 1 + nodes, 0)
+    for cache in (drafted, plain):
+        prefill(target, prompt, cache)
+    got = target.verify(root, tree, drafted)
+    for row in (0, *range(1 + text % 3, nodes + 1, 3)):
+        token = root if row == 0 else int(tree.tokens[row - 1])
+        if not torch.equal(target.verify(token, DraftTree.empty(), plain)[0], got[row]):
+            return False
+        plain.commit([0])
+    return True
 
 
 def _keeps_bits(target: TargetModel, text: int = 0, length: int = _PROMPT, chain: int = 0) -> bool:

@@ -1,4 +1,6 @@
-"""Attention in two calls: over the past without a mask, over the columns behind it with one, joined by log-sum-exp.
+"""Attention of fixed steps: in two calls joined by log-sum-exp, or along each node's path.
+
+**Two calls**: over the past without a mask, over the columns behind it with one.
 
 PyTorch's fused kernels either take no mask or read one number of it for each query and key. In a long context nearly
 all keys are seen by all positions of a pass, so a mask of `width x shown` says nothing for most of them. The joined
@@ -6,8 +8,13 @@ result is that of one call, up to rounding:
 
     out = out_past * sigmoid(lse_past - lse_tail) + out_tail * sigmoid(lse_tail - lse_past)
 
-Models call it through the attention interface of `transformers`, under the name `JOINED`, which their configuration has
-during a pass only.
+**Along paths**, in strict mode: a node's ancestors lie in other columns than the same tokens of plain decoding, and a
+sum in another order has other bits. So the columns behind the past are gathered for each position, in the order of the
+text: a key of some position is in the same place of the same product, whatever tree it is in. Its cost is one copy of
+these columns for each position of the pass.
+
+Models call both through the attention interface of `transformers`, under the name `JOINED`, which their configuration
+has during a pass only. The mask's type tells which: bool for two calls, int64 for paths.
 """
 
 from __future__ import annotations
@@ -44,7 +51,7 @@ def joined_attention(
         key: [rows, key heads, columns, size].
         value: [rows, key heads, columns, value size].
         attention_mask: bool [rows, 1, width, last columns]; with as many columns as there are keys, or None, the
-            attention is that of `sdpa`.
+            attention is that of `sdpa`. int64 of that shape: the column of the key at each place, -1 for none.
         dropout: Probability of the attention's dropout; 0 outside training.
         scaling: Factor of the scores; None: 1 / sqrt(size).
         kwargs: What else the model hands to its attention.
@@ -53,6 +60,9 @@ def joined_attention(
         [rows, width, heads, value size], and None: no attention weights.
     """
     past = 0 if attention_mask is None else key.shape[2] - attention_mask.shape[-1]
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_along_paths(query, key, value, attention_mask, scale), None
     if attention_mask is None or past == 0:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -98,6 +108,40 @@ def attend_to_all(
             output, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, scale=scale)
             return output, lse[:, :, : query.shape[2]]  # which it pads to a multiple of 32
     return _attend(query @ key.transpose(2, 3), value, scale)
+
+
+def attend_along_paths(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, columns: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of each position to the past, and to columns of its own in the order of the text.
+
+    Args:
+        query: [rows, heads, width, size].
+        key: [rows, key heads, columns, size].
+        value: [rows, key heads, columns, value size].
+        columns: int64 [rows, 1, width, last columns], which column stands at each place; -1: none.
+        scale: Factor of the scores.
+
+    Returns:
+        [rows, width, heads, value size].
+    """
+    rows, heads, width, size = query.shape
+    key_heads, past = key.shape[1], key.shape[2] - columns.shape[-1]
+    groups = heads // key_heads
+    row = torch.arange(rows, device=query.device)[:, None, None]
+    at = columns[:, 0].clamp(min=0)
+    # [rows, width, places, key heads, size] as [rows, key heads, width, places, size]
+    keys, values = (states.transpose(1, 2)[row, at].permute(0, 3, 1, 2, 4) for states in (key, value))
+    grouped = query.view(rows, key_heads, groups, width, size).transpose(2, 3)  # [rows, key heads, width, groups, size]
+    places = (grouped @ keys.transpose(3, 4)).transpose(2, 3).masked_fill(columns[:, :, None] < 0, float("-inf"))
+    folded = query.reshape(rows, key_heads, -1, size)
+    before = (folded @ key[:, :, :past].transpose(2, 3)).view(rows, key_heads, groups, width, past)
+    # One softmax along a row: its bits depend on nothing beside the row.
+    weights = torch.softmax(torch.cat([before, places], -1).float() * scale, -1).to(value.dtype)
+    of_places = (weights[..., past:].transpose(2, 3) @ values).transpose(2, 3)
+    of_past = weights[..., :past].reshape(rows, key_heads, groups * width, past) @ value[:, :, :past]
+    joined = of_past.view_as(of_places) + of_places
+    return joined.reshape(rows, heads, width, -1).transpose(1, 2).contiguous()
 
 
 def _attend_to_masked(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from reader_rag.kv_cache.fixed_cache import FixedCache, Slots
 from reader_rag.model.fixed_step.attention import attention_configs, joined_in
 from reader_rag.model.fixed_step.inputs import InputBuffer
-from reader_rag.model.fixed_step.masks import step_masks
+from reader_rag.model.fixed_step.masks import path_columns, step_masks
 from reader_rag.model.fixed_step.shapes import StepShape
 from reader_rag.model.layer_hooks import noting
 from reader_rag.sampling.noise import DeviceTable, DrawInputs, drawn_tokens
@@ -80,11 +80,15 @@ class StepForward:
         if shape.moves:
             cache.write(rows, inputs.targets, cache.read(rows, inputs.sources))
         self.has_moved = True
-        allowed = step_masks(self._kinds, inputs, shape.shown, shape.past)
-        masks = {kind: self._to_backend(mask) for kind, mask in allowed.items()}
+        if shape.paths:
+            masks = dict.fromkeys(self._kinds, path_columns(inputs, shape.shown, shape.past))
+        else:
+            allowed = step_masks(self._kinds, inputs, shape.shown, shape.past)
+            masks = {kind: self._to_backend(mask) for kind, mask in allowed.items()}
         cache.slots = Slots(rows, inputs.columns, shape.first, shape.shown)
+        special = shape.past > 0 or shape.paths
         try:
-            with noting(self._layers, shape.layers) as found, joined_in(self._configs if shape.past else ()):
+            with noting(self._layers, shape.layers) as found, joined_in(self._configs if special else ()):
                 output = self._model(
                     inputs.tokens,
                     position_ids=inputs.positions,

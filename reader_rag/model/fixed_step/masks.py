@@ -51,6 +51,33 @@ def _masks_from(start: int, kinds: Mapping[str, int], inputs: StepInputs, shown:
     return masks
 
 
+def path_columns(inputs: StepInputs, shown: int, past: int) -> torch.Tensor:
+    """Which column has the key of each place of the text, for every position of a step.
+
+    Args:
+        inputs: Of the step.
+        shown: Places that are attended to.
+        past: Places before the first that is returned: their keys are in the columns of the same number.
+
+    Returns:
+        int64 [rows, 1, width, shown - past]: committed places are in their columns, ancestors and the position itself
+        wherever the tree has them; -1: nothing is attended to at this place.
+    """
+    width = inputs.tokens.shape[1]
+    numbers = torch.arange(width, device=inputs.tokens.device)
+    seen = (inputs.visible[:, :, None] >> numbers) & 1 == 1
+    depths = inputs.positions - inputs.lengths
+    # [rows, position, seen one, depth]: at most one of those that a position sees has some depth.
+    at_depth = seen[:, :, :, None] & (depths[:, None, :, None] == numbers)
+    found = torch.where(at_depth, numbers[:, None] + 1, 0).sum(2) - 1
+    places = torch.arange(past, shown, device=inputs.tokens.device)[None]
+    behind = places - inputs.lengths
+    inside = (behind >= 0) & (behind < width)
+    own = found.gather(2, behind.clamp(0, width - 1)[:, None].expand(-1, width, -1))
+    drafted = torch.where(inside[:, None] & (own >= 0), own + inputs.lengths[:, :, None], -1)
+    return torch.where(behind[:, None] < 0, places[:, None], drafted)[:, None]
+
+
 def sees_all(span: int, shown: int) -> bool:
     """Whether positions of an attention kind see all columns before them.
 

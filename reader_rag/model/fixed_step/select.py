@@ -14,7 +14,7 @@ from reader_rag.model.fixed_step.graphs import CudaRecorder, GraphRecorder
 from reader_rag.model.fixed_step.long_context import LongContexts, seconds_on
 from reader_rag.model.fixed_step.step import FixedStep
 from reader_rag.model.interface import Step, TargetModel, prefill
-from reader_rag.model.self_test import keeps_bits, verifies_chains, verifies_trees
+from reader_rag.model.self_test import keeps_bits, keeps_bits_of_trees, verifies_chains, verifies_trees
 from reader_rag.model.target import Target, attention_of
 from reader_rag.sampling.noise import Draw
 from reader_rag.util.one_line import first_line
@@ -75,6 +75,8 @@ def add_fixed_step(
     if why is None:
         if target.fixed is None:
             step.long_contexts = _long_contexts(target, step)
+        else:
+            _allow_branches(target, step, target.fixed.width)
         return step
     target.fixed_step = None
     warnings.warn(
@@ -123,6 +125,23 @@ def _long_contexts(target: Target, step: FixedStep) -> LongContexts | None:
     finally:
         step.long_contexts = None
     return LongContexts(step.cache, target.kinds, heads, seconds_on(target.device, recorder)) if joins else None
+
+
+def _allow_branches(target: Target, step: FixedStep, width: int) -> None:
+    """Verify trees in strict mode, where attention along paths gives a node the bits of plain decoding."""
+    if attention_of(target.model) != "sdpa" or any(target.kinds.values()) or not target.layers or width <= _CHAIN:
+        return
+    step.verifies_branches = True
+    try:
+        verifies = verifies_trees(target) and keeps_bits_of_trees(target, width - 1)
+        verifies = verifies and (step.graphs.recorder is None or _call_in_a_pass(target, step) is None)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a model with an attention of its own takes no columns in place of a mask; it keeps chains
+        verifies = False
+    step.verifies_branches = verifies
+    if verifies:
+        step.cache.max_bytes = None  # a dynamic step would round otherwise; the scheduler admits what has room
 
 
 @torch.inference_mode()

@@ -31,6 +31,7 @@ class StepShape(NamedTuple):
         draws: Whether it draws tokens for some sequences.
         past: The first columns, which layers without a window attend to without a mask, in a call of their own; 0:
             there is one call, with a mask.
+        paths: Whether attention is along paths (`attend_along_paths`).
     """
 
     first: int
@@ -42,6 +43,7 @@ class StepShape(NamedTuple):
     layers: tuple[int, ...] = ()
     draws: bool = False
     past: int = 0
+    paths: bool = False
 
     @property
     def positions(self) -> int:

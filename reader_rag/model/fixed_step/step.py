@@ -52,6 +52,7 @@ class FixedStep:
         forward: The device's part of a pass.
         inputs: Its inputs.
         long_contexts: Chooses which passes attend to their past in a call of its own; None: none does.
+        verifies_branches: Whether drafts may have branches; in strict mode attention is along paths then.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class FixedStep:
         self.transfers = Transfers()
         self.passes = 0
         self.long_contexts: LongContexts | None = None
+        self.verifies_branches = fixed is None
         self._fixed = fixed
         self._layers = layers
         self._head = head
@@ -199,7 +201,11 @@ class FixedStep:
         if self._fixed is not None:
             shown = self._fixed.shown(longest)
             generation = self.cache.generation
-            return StepShape(rows[0], 1, self._fixed.width, shown, generation, layers=layers, draws=draws), rows
+            shape = StepShape(rows[0], 1, self._fixed.width, shown, generation, layers=layers, draws=draws)
+            if self.verifies_branches:
+                moved = len(self.cache.moves_of(rows[0])) > 0
+                shape = shape._replace(moves=moved, past=self._fixed.past(shown), paths=True)
+            return shape, rows
         count = power_of_two(max(rows) + 1)
         moves = max(len(self.cache.moves_of(row)) for row in rows)
         width = width_for(max(moves, *(len(step.tree) + 1 for step in steps)))
