@@ -38,8 +38,8 @@ _ENTRIES = 2 + (31 << _BITS)
 """Entries of a half: of 0; of numbers from 1 to 2**31, as many for each power of two."""
 _UNIT = 2.0**-22
 """What one of the table's integers stands for."""
-_BLOCK = 1 << 10
-"""Tokens whose bits are computed at once on the CPU."""
+_BLOCK = 1 << 7
+"""Tokens whose bits are computed at once on the CPU; none are where no token of a block is possible."""
 _VALUES_AT_ONCE = 1 << 20
 """Most scores of several rows that are drawn from at once: bounds the memory of intermediate results."""
 
