@@ -25,6 +25,7 @@ from reader_rag.bench.figures.run import (
     read_report,
     run_command,
     run_sections,
+    save_report,
 )
 from reader_rag.errors import ConfigError
 
@@ -388,6 +389,26 @@ class TestCommand:
         assert result.exit_code == 0
         assert f"{page}: wrote speed" in result.stdout
         assert (tmp_path / "README.md").is_file()
+
+    def test_the_speeds_of_another_run_stand_beside(self, tmp_path: Path) -> None:
+        """As in a run in which everything was twice as slow, and the reader four times."""
+        report, _ = made(tmp_path / "now")
+        before = json.loads(json.dumps(report)) | {"commit": "abc"}
+        for part in before["sections"]["speed"]["parts"].values():
+            part["commit"] = "abc"
+            for name, row in part["report"]["methods"].items():
+                row["decode_tokens_per_s"] /= 4 if name == "reader" else 2
+        save_report(before, tmp_path / "before")
+        page = tmp_path / "page.md"
+        page.write_text("<!-- figures: repeated -->\n<!-- end of figures -->\n")
+        arguments = ["--out", str(tmp_path / "now"), "--render", "--before", str(tmp_path / "before")]
+        result = CliRunner().invoke(app, ["report", *arguments, "--update", str(page)])
+        assert result.exit_code == 0
+        text = page.read_text(encoding="utf-8")
+        assert "| int8 | plain | 50.00 | 25.00 | 2.00 | 2.10 | 1.05 |" in text
+        assert "| int8 | **reader-rag** | 105.0 | 26.25 | 4.00 | - | - |" in text
+        assert "The other run: abc, " in text
+        assert stale_blocks(text, read_report(tmp_path / "now"), "page.md") == (["repeated"], [])
 
     def test_named_sections_are_run_and_the_others_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         made(tmp_path)

@@ -41,6 +41,9 @@ def report(
     render: Annotated[
         bool, typer.Option("--render", help="Run nothing: write tables and plots of report.json again.")
     ] = False,
+    before: Annotated[
+        Path | None, typer.Option(help="Folder of another report: its speeds stand beside these, as `repeated`.")
+    ] = None,
     update: Annotated[
         list[Path] | None,
         typer.Option(
@@ -58,7 +61,15 @@ def report(
     """
     from reader_rag.bench.figures.pages import pages_of, update_page, write_page
     from reader_rag.bench.figures.plan import APART, absent_peers, plan
-    from reader_rag.bench.figures.run import REPORT_FILE, keep_results, new_report, read_report, run_sections
+    from reader_rag.bench.figures.run import (
+        REPORT_FILE,
+        keep_results,
+        new_report,
+        read_report,
+        run_sections,
+        save_report,
+        set_beside,
+    )
 
     failed: list[str] = []
     if render:
@@ -76,6 +87,9 @@ def report(
             if (out / REPORT_FILE).exists():
                 keep_results(found, read_report(out), None if only else APART)
             failed = run_sections(sections, found, out, lambda line: typer.echo(line, err=True))
+    if before is not None:
+        set_beside(found, read_report(before))
+        save_report(found, out)
     plots = write_page(found, out)
     typer.echo(f"{', '.join(('report.json', 'README.md', *plots))} in {out}")
     for page in (page for path in update or [] for page in pages_of(path)):

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,21 @@ def keep_results(report: dict[str, Any], before: dict[str, Any], names: Iterable
         missing = {one["package"] for one in before["absent"]}
         report["absent"] = [one for one in report["absent"] if one["package"] in missing]
     report["absent"] = [one for one in report["absent"] if one["package"] not in report["sections"]]
+
+
+def set_beside(report: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Put the speeds of another run beside those of a report, which shows how much they differ from run to run.
+
+    Args:
+        report: Its section "speed" gets them.
+        before: As `read_report` returns it.
+    """
+    others = before["sections"].get("speed", {"parts": {}})["parts"]
+    for label, part in report["sections"].get("speed", {"parts": {}})["parts"].items():
+        other = others.get(label, {"report": None})
+        if part["report"] is not None and other["report"] is not None:
+            speeds = {name: row["decode_tokens_per_s"] for name, row in other["report"]["methods"].items()}
+            part["before"] = {name: other[name] for name in ("commit", "date", "processor")} | {"speeds": speeds}
 
 
 def _version(package: str) -> str | None:

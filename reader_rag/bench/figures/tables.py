@@ -343,6 +343,25 @@ def _record(parts: Parts) -> str:
     return ""
 
 
+def _repeated(parts: Parts) -> str:
+    rows, runs = [], list[str]()
+    for label, part in parts.items():
+        if part["report"] is None or "before" not in part:
+            continue
+        before, methods = part["before"], part["report"]["methods"]
+        runs.append(f"{before['commit']}, {before['date']}, {before['processor']}")
+        for name, speed in before["speeds"].items():
+            if name in methods:
+                now = methods[name]["decode_tokens_per_s"]
+                times = (methods["reader"]["decode_tokens_per_s"] / now, before["speeds"]["reader"] / speed)
+                rows.append(
+                    (label, _variant(name), now, speed, now / speed, *(times if name != "reader" else (None,) * 2))
+                )
+    headings = ("type", "method", "tokens/s", "in the other run", "ratio of both")
+    table = markdown_table((*headings, "reader-rag to this method", "in the other run"), rows)
+    return f"{table}\nThe other run: {'; '.join(dict.fromkeys(runs))}.\n" if rows else ""
+
+
 TABLES: Mapping[str, Callable[[Parts], str]] = {
     "speed": _speed,
     "other-prompts": _other_prompts,
@@ -365,6 +384,7 @@ VIEWS: Mapping[str, tuple[str, Callable[[Parts], str]]] = {
     "peers": ("tokens-per-step", _beside_peers),
     "ablation": ("tokens-per-step", _with_parts_off),
     "chains": ("tokens-per-step", _chains),
+    "repeated": ("speed", _repeated),
 }
 """Tables of a part of a section's figures: the section and the table, by the name of the block."""
 
