@@ -36,6 +36,11 @@ from reader_rag.testing.vector_store import (
 _MANY = 1200  # more nodes than the stores read from their databases in one request
 
 
+def _query(**fields: Any) -> VectorStoreQuery:
+    """A query whose fields may be of any type."""
+    return VectorStoreQuery(**{"query_embedding": EAST, **fields})
+
+
 class LetterEmbedding(BaseEmbedding):
     """An embedding without weights that counts letters.
 
@@ -93,12 +98,32 @@ class DocumentStoreContract(VectorStoreContract):
             (VectorStoreQuery(None), "no query_embedding"),
             (VectorStoreQuery(EAST, similarity_top_k=0), "at least 1, not 0"),
             (VectorStoreQuery([float("nan"), 0.0, 0.0]), "NaN or infinity"),
+            (_query(query_embedding=["east"]), "query_embedding must be a list of numbers, not .'east'"),
+            (_query(similarity_top_k="3"), "similarity_top_k must be a whole number, not '3'"),
+            (_query(alpha=float("nan")), "alpha must be a number, not nan"),
+            (_query(query_str=b"east"), "query_str must be a text"),
+            (_query(doc_ids=["\ud800"]), "doc_ids must be texts that UTF-8 can encode"),
         ],
-        ids=["mode", "no vector", "top_k", "nan"],
+        ids=["mode", "no vector", "top_k", "nan", "vector", "number", "alpha", "words", "surrogate"],
     )
     def test_invalid_queries_raise(self, compass: DocumentStore, query: VectorStoreQuery, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             compass.query(query)
+        with pytest.raises(ConfigError, match="similarity_cutoff must be a number, not 'high'"):
+            compass.query(VectorStoreQuery(EAST), similarity_cutoff="high")
+
+    @pytest.mark.parametrize("name", [5, None, [], "\ud800"], ids=["number", "none", "list", "surrogate"])
+    def test_names_that_are_no_texts_raise_and_change_nothing(self, compass: DocumentStore, name: Any) -> None:
+        for call in (
+            lambda: compass.delete(name),
+            lambda: compass.delete_nodes([name]),
+            lambda: compass.get_nodes([name]),
+            lambda: compass.get_nodes(doc_ids=[name]),
+            lambda: compass.delete_nodes("east"),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(ConfigError, match=r"must be texts that|must be a list of texts"):
+                call()
+        assert compass.num_nodes == 4
 
     @pytest.mark.parametrize(
         ("filters", "expected"),

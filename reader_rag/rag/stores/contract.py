@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -21,6 +23,7 @@ from llama_index.core.vector_stores.types import (
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError
 from reader_rag.rag.stores.records import DocumentRecord, TenantSize
+from reader_rag.util.encodable import is_encodable
 
 __all__ = ["DocumentRecord", "DocumentStore", "Selection", "TenantSize"]
 
@@ -37,6 +40,64 @@ class Selection(NamedTuple):
     node_ids: Sequence[str] | None = None
     doc_ids: Sequence[str] | None = None
     filters: MetadataFilters | None = None
+
+
+def check_names(what: str, names: Any) -> None:
+    """Check ids that a caller names.
+
+    Args:
+        what: What they are, for the error.
+        names: A list of texts; None: none are named.
+
+    Raises:
+        ConfigError: It is something else, or one of them cannot be encoded.
+    """
+    if names is None:
+        return
+    if not isinstance(names, list | tuple | set | frozenset):
+        raise ConfigError(f"{what} must be a list of texts, not {names!r:.60}")
+    for name in names:
+        if not isinstance(name, str) or not is_encodable(name):
+            raise ConfigError(f"{what} must be texts that UTF-8 can encode, not {name!r:.60}")
+
+
+def _check_number(what: str, value: Any, *, whole: bool = False) -> None:
+    """Check an option of a query, which may be None.
+
+    Raises:
+        ConfigError: It is no finite number, or none without a fraction.
+    """
+    is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    if value is not None and not (is_number and math.isfinite(value)):
+        raise ConfigError(f"{what} must be {'a whole' if whole else 'a'} number, not {value!r:.60}")
+
+
+_FRACTIONS = ("similarity_cutoff", "mmr_threshold", "mmr_prefetch_factor", "hybrid_prefetch_factor")
+
+
+def _check_query(query: VectorStoreQuery, options: Mapping[str, Any]) -> None:
+    """Check the types of all that a query holds: LlamaIndex checks none.
+
+    Raises:
+        ConfigError: One is wrong.
+    """
+    vector = query.query_embedding
+    try:
+        numbers = None if vector is None else [float(number) for number in vector]
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"query_embedding must be a list of numbers, not {vector!r:.60}") from None
+    if query.query_str is not None and not (isinstance(query.query_str, str) and is_encodable(query.query_str)):
+        raise ConfigError(f"query_str must be a text that UTF-8 can encode, not {query.query_str!r:.60}")
+    if numbers is not None and not all(map(math.isfinite, numbers)):
+        raise ConfigError("query_embedding holds NaN or infinity")
+    for name in ("similarity_top_k", "hybrid_top_k", "sparse_top_k"):
+        _check_number(name, getattr(query, name), whole=True)
+    for name in ("alpha", "mmr_threshold"):
+        _check_number(name, getattr(query, name))
+    for name in _FRACTIONS:
+        _check_number(name, options.get(name))
+    check_names("node_ids", query.node_ids)
+    check_names("doc_ids", query.doc_ids)
 
 
 class DocumentStore(BasePydanticVectorStore):
@@ -180,11 +241,16 @@ class DocumentStore(BasePydanticVectorStore):
             ConfigError: A vector holds NaN or infinity.
             StoreError: The store cannot be written.
         """
+        for node in nodes:
+            check_names("ids of nodes", [node.node_id, *([] if node.ref_doc_id is None else [node.ref_doc_id])])
+            if not is_encodable(node.get_content()):
+                raise ConfigError(f"the text of node {node.node_id!r:.60} cannot be encoded: it has a lone surrogate")
         self.replace_documents(nodes, ())
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Remove a document with its nodes; an unknown document is ignored."""
+        check_names("ref_doc_id", [ref_doc_id])
         self.replace_documents((), (), [ref_doc_id])
 
     def delete_nodes(
@@ -202,6 +268,7 @@ class DocumentStore(BasePydanticVectorStore):
         """
         if node_ids is None and filters is None:
             raise ConfigError("delete_nodes needs node_ids or filters; use clear() to remove everything")
+        check_names("node_ids", node_ids)
         self._delete_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
@@ -237,7 +304,8 @@ class DocumentStore(BasePydanticVectorStore):
             raise ConfigError(f"{self.class_name()} answers queries of mode {known} only, not {query.mode.value!r}")
         if query.query_embedding is None:
             raise ConfigError("the query has no query_embedding: give the retriever an embedding model")
-        if query.similarity_top_k < 1:
+        _check_query(query, kwargs)
+        if query.similarity_top_k is None or query.similarity_top_k < 1:
             raise ConfigError(f"top_k must be at least 1, not {query.similarity_top_k}")
         cutoff: float | None = kwargs.get("similarity_cutoff", self.similarity_cutoff)
         # LlamaIndex's `index.as_retriever()` sends an empty list where it means "any node".

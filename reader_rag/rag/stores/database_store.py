@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError, StoreBusyError, StoreError, StoreMismatchError, StoreNotFoundError
-from reader_rag.rag.stores.contract import DocumentStore, Selection
+from reader_rag.rag.stores.contract import DocumentStore, Selection, check_names
 from reader_rag.rag.stores.database import BATCH, DOCUMENT, KEYWORDS, KIND, NODE_ID, NODE_KEY, ORDER, TENANT, Database
 from reader_rag.rag.stores.identity import identity_of, require_same_model, unit_vectors
 from reader_rag.rag.stores.location import DatabaseUrl
@@ -213,6 +213,8 @@ class DatabaseStore(DocumentStore):
         doc_ids: list[str] | None = None,
     ) -> list[BaseNode]:
         """The tenant's nodes that meet every given condition; see `DocumentStore.get_nodes` for the arguments."""
+        check_names("node_ids", node_ids)
+        check_names("doc_ids", doc_ids)
         with self._calling() as database:
             if self._known_dimension() is None:
                 return []

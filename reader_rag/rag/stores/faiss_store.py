@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from reader_rag.config import checked_tenant
 from reader_rag.errors import ConfigError
-from reader_rag.rag.stores.contract import DocumentStore, Selection
+from reader_rag.rag.stores.contract import DocumentStore, Selection, check_names
 from reader_rag.rag.stores.flat_index import FlatIndex
 from reader_rag.rag.stores.hybrid import fuse
 from reader_rag.rag.stores.identity import identity_of, unit_vectors
@@ -235,6 +235,8 @@ class FaissStore(DocumentStore):
         doc_ids: list[str] | None = None,
     ) -> list[BaseNode]:
         """The tenant's nodes that meet every given condition; see `DocumentStore.get_nodes` for the arguments."""
+        check_names("node_ids", node_ids)
+        check_names("doc_ids", doc_ids)
         with self._indexes.reading(self._tenant) as index:
             if index is None:
                 return []
