@@ -211,4 +211,6 @@ def described_grammar(texts: Iterable[str | None]) -> Grammar | None:
         The grammar; None if none of them ends with a description.
     """
     known = list(_described.items())
-    return next((grammar for text in texts for end, grammar in known if (text or "").endswith(end)), None)
+    # A text of another type is refused where it is encoded.
+    given = [text for text in texts if isinstance(text, str)]
+    return next((grammar for text in given for end, grammar in known if text.endswith(end)), None)

@@ -15,6 +15,7 @@ from reader_rag.engine.engine import Engine
 from reader_rag.engine.outputs import Passage, Prompt
 from reader_rag.errors import CallbackError, ConfigError, PromptError, ReaderError, ScoresError
 from reader_rag.llm import ReaderLLM
+from reader_rag.llm.messages import describe_grammar
 
 FOUR = SamplingParams(max_tokens=4)
 
@@ -111,6 +112,7 @@ def test_messages_of_another_type_are_refused(tiny_engine: Engine, messages: Any
 
 @pytest.mark.parametrize("prompt", [None, 5, ["text"], b"x", True])
 def test_prompts_of_an_llm_are_strings(tiny_engine: Engine, prompt: Any) -> None:
+    describe_grammar("Answer in JSON, described once:", Grammar.json_schema({"type": "object"}))
     llm = ReaderLLM.from_engine(tiny_engine, max_tokens=3)
     for formatted in (False, True):
         with pytest.raises(PromptError, match="a prompt must be a string, not"):

