@@ -16,6 +16,7 @@ from reader_rag.draft.builtin_sources import BuiltinSource, Lookup
 from reader_rag.draft.checked_source import CheckedSource
 from reader_rag.draft.external.sources import ExternalSources
 from reader_rag.draft.external.state import ExternalState
+from reader_rag.draft.external.together import draft_alone
 from reader_rag.draft.profile import Profile
 from reader_rag.draft.source import Budget, Proposal, RequestState, Verified
 from reader_rag.errors import ConfigError
@@ -155,7 +156,8 @@ class _Drafted(BuiltinSource):
 
     def propose(self, state: RequestState, budget: Budget) -> DraftTree:
         tree = super().propose(state, budget)
-        return self._drafters.propose(tree, state, self._budget, partial(self.join, budget=self._budget))
+        join = partial(self.join, budget=self._budget)
+        return draft_alone(self._drafters.drafting(tree, state, self._budget, join))
 
     def observe(self, verified: Verified) -> None:
         super().observe(verified)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from reader_rag.draft.checked_source import CheckedSource, given_parent, merge
 from reader_rag.draft.external.state import ExternalState, SourceState
-from reader_rag.draft.external.together import Answered, Asking, Drafting, draft_alone
+from reader_rag.draft.external.together import Answered, Asking, Drafting
 from reader_rag.draft.kernels import proposals as kernels
 from reader_rag.draft.kernels.arrays import Proposed
 from reader_rag.draft.kernels.pool import rank
@@ -108,17 +108,6 @@ class ExternalSources:
     def counts_by_name(self) -> dict[str, SourceCounts]:
         """The counts of each source."""
         return {source.name: counts for source, counts in zip(self._sources, self.counts, strict=True)}
-
-    def propose(
-        self,
-        tree: DraftTree,
-        state: RequestState,
-        budget: Budget,
-        join: Callable[[Proposed], DraftTree],
-        times: Float64 | None = None,
-    ) -> DraftTree:
-        """The draft with what the sources add to it, made alone; see `drafting`."""
-        return draft_alone(self.drafting(tree, state, budget, join, times))
 
     def drafting(
         self,

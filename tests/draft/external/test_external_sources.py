@@ -12,6 +12,7 @@ from reader_rag.draft.builtin_sources import BuiltinSource
 from reader_rag.draft.checked_source import CheckedSource
 from reader_rag.draft.external.sources import ExternalSources
 from reader_rag.draft.external.state import ExternalState
+from reader_rag.draft.external.together import draft_alone
 from reader_rag.draft.source import Budget, Proposal, RequestState, Verified
 from reader_rag.draft.tree import EXTERNAL, SUCCESSOR
 from reader_rag.errors import ReaderWarning
@@ -65,7 +66,9 @@ class Drafting:
     def propose(self, times: np.ndarray | None = None) -> DraftTree:
         state = RequestState(self.search.index.sequence, self.prompt)
         tree = self.search.propose(state, BUDGET)
-        drafted = self.external.propose(tree, state, BUDGET, lambda new: self.search.join(new, BUDGET), times)
+        drafted = draft_alone(
+            self.external.drafting(tree, state, BUDGET, lambda new: self.search.join(new, BUDGET), times)
+        )
         drafted.check()
         return drafted
 
@@ -124,7 +127,9 @@ class TestJoining:
         search = BuiltinSource(builder, ContextIndex(COPY), joint=builder.joint(3))
         external = ExternalSources([CheckedSource(Chain([9, 8, 7], 0.95), 100)], ExternalState(), gated=False)
         state, budget = RequestState(search.index.sequence, 7), Budget(3, 8)
-        tree = external.propose(search.propose(state, budget), state, budget, lambda new: search.join(new, budget))
+        tree = draft_alone(
+            external.drafting(search.propose(state, budget), state, budget, lambda new: search.join(new, budget))
+        )
         tree.check()
         assert tree.tokens.tolist() == [9, 8, 7]
 
